@@ -1,0 +1,1 @@
+"""HTTP API, orchestration of a request, configuration, command line and launch: the one composition root."""

@@ -1,0 +1,34 @@
+"""Who a peer is: an instance name plus the nonce of one boot.
+
+A restarted worker keeps its name and gets a new nonce, so nothing cached about the old process (endpoint, plan,
+compatibility verdict, binding) can be mistaken for the new one.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from transfer.wire import Message
+
+
+class Incarnation(Message):
+    """One boot of one instance. ``str()`` gives ``name@nonce``, the form used in logs, metrics and cache events."""
+
+    instance: str
+    nonce: str
+
+    @classmethod
+    def mint(cls, instance: str) -> Incarnation:
+        """A new incarnation of ``instance`` with a random 64-bit nonce."""
+        return cls(instance=instance, nonce=secrets.token_hex(8))
+
+    def __str__(self) -> str:
+        return f"{self.instance}@{self.nonce}"
+
+
+class PeerAddress(Message):
+    """Where a rank accepts control connections of other ranks."""
+
+    incarnation: Incarnation
+    host: str
+    control_port: int

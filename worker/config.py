@@ -1,0 +1,64 @@
+"""Everything one worker process needs to know, as one frozen value that crosses the process boundary once.
+
+Loads no torch: the launcher and front ends import this file.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from transfer.identity import Incarnation
+from worker.messages import WorkerRole
+
+ElementType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class WorkerConfig(BaseModel):
+    """Configuration of one instance. Byte sizes are per rank."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    incarnation: Incarnation
+    role: WorkerRole
+    model_path: str
+    """A Hugging Face directory or a GGUF file."""
+    model_name: str
+    device: str = "cpu"
+    dtype: ElementType = "auto"
+    """auto: float32 on CPU, the checkpoint's type on GPU."""
+    host: str = "127.0.0.1"
+    port: int = 0
+    """Port for front ends; 0 takes a free one."""
+    control_port: int = 0
+    """Port for other workers; 0 takes a free one."""
+    cluster_token: str = Field(repr=False)
+    tokens_per_block: int = Field(default=64, ge=1)
+    kv_cache_bytes: int = Field(default=1 << 30, gt=0)
+    max_sequence_tokens: int | None = None
+    """None: the model's own limit. Never more than the pools can hold."""
+    max_batch_tokens: int = Field(default=512, ge=1)
+    """Token budget of one step; longer prompts are prefilled in chunks of this size."""
+    max_running: int = Field(default=64, ge=1)
+    """Sequences in one step at most."""
+    torch_threads: int = Field(default=1, ge=1)
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    transfer_timeout_ms: int = Field(default=60_000, gt=0)
+    """Floor of a transfer's deadline; bytes are added on top."""
+    quarantine_limit_blocks: int = Field(default=64, ge=0)
+    """Above this many quarantined blocks the worker reports itself not ready, to be replaced."""
+    require_transport: str | None = None
+    """Name of a transport (such as shm or cuda_ipc) without which the worker refuses to start."""
+
+
+class WorkerAddress(BaseModel):
+    """Where a started worker listens for front ends."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    incarnation: Incarnation
+    role: WorkerRole
+    host: str
+    port: int
+    pid: int

@@ -1,0 +1,253 @@
+"""Messages between front ends and workers: one connection a pair, all requests multiplexed, ids only (no text).
+
+A worker opens with ``Challenge``; the front end answers ``Hello`` and gets ``Welcome``. After that the front end sends
+commands and the worker sends one ``StepOutput`` a step with everything that happened in it. Every request id was
+minted by the front end; a client's own ids never travel as keys. Loads no torch: front ends import this file.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from transfer.identity import Incarnation, PeerAddress
+from transfer.wire import Codec, Message
+
+WorkerRole = Literal["context", "generation", "aggregated"]
+Leg = Literal["context", "generation"]
+FinishReason = Literal["stop", "length"]
+
+
+class SamplingParams(Message):
+    """How tokens of one request are drawn. The noise is keyed by (seed, choice, output index) and nothing else."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps every token."""
+    min_p: float = 0.0
+    seed: int = 0
+    """0 <= seed < 2**63. The front end always sets one, so that a repair draws the same tokens."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    """None: no log-probabilities. N: that of the token itself and of the N most likely ones, before temperature."""
+
+
+class StopRule(Message):
+    """When a choice ends. Stop strings are the front end's business, which then sends :class:`Stop`."""
+
+    max_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    """The model's end-of-sequence ids and any the client named; empty when the client ignores them."""
+    min_tokens: int = 0
+    """Stop token ids are not drawn before this many output tokens."""
+
+
+class Challenge(Message):
+    """First message of a worker on a new connection: a random nonce to prove knowledge of the cluster token with."""
+
+    kind: Literal["challenge"] = "challenge"
+    nonce: bytes
+
+
+class Hello(Message):
+    """Answer of a front end: ``proof = transfer.auth.proof(cluster_token, b"front-end", challenge nonce)``."""
+
+    kind: Literal["hello"] = "hello"
+    front_end: str
+    proof: bytes
+    nonce: bytes
+    """The worker must prove that it knows the token too, before a prompt is sent to it."""
+
+
+class Welcome(Message):
+    """What a worker is. Sent once, after the proof was checked; ``ready`` follows in the gauges."""
+
+    kind: Literal["welcome"] = "welcome"
+    proof: bytes
+    """``transfer.auth.proof(cluster_token, b"worker", hello nonce)``."""
+    incarnation: Incarnation
+    role: WorkerRole
+    model: str
+    tokens_per_block: int
+    max_sequence_tokens: int
+    """Longest prompt plus output that this worker's pools can ever hold, and the model's context limit."""
+    vocab_size: int
+    peer: PeerAddress
+    """Where other workers reach this one for transfers."""
+    transport: str
+
+
+class Prefill(Message):
+    """Run the prompt, stream the first token(s), ship the pages to ``destination``.
+
+    Nothing is computed before ``destination`` has granted it. Without a destination the prompt is prefilled, the first
+    token is streamed and the leg ends: the request needs one token only.
+    """
+
+    kind: Literal["prefill"] = "prefill"
+    request_id: str
+    tokens: bytes
+    """Prompt, packed int32."""
+    scope: bytes
+    """Prefix cache scope: model, adapter and cache salt. Requests share blocks only within one scope."""
+    sampling: SamplingParams
+    stop: StopRule
+    n: int = 1
+    destination: Incarnation | None
+    deadline_ms: int
+    """Milliseconds from receipt after which the leg ends by itself with ``deadline``."""
+
+
+class Generate(Message):
+    """Decode a request whose prompt comes from ``source``, or prefill it here when there is none.
+
+    ``emitted`` are the output tokens that the client already has, one packed array a choice, empty for a fresh request: a
+    repair computes prompt plus emitted tokens and goes on from there. Choices in ``finished`` need no more tokens.
+    """
+
+    kind: Literal["generate"] = "generate"
+    request_id: str
+    tokens: bytes
+    scope: bytes
+    sampling: SamplingParams
+    stop: StopRule
+    n: int = 1
+    source: PeerAddress | None
+    emitted: tuple[bytes, ...] = ()
+    finished: tuple[int, ...] = ()
+    deadline_ms: int
+
+
+class Cancel(Message):
+    """End every leg of a request on this worker. Idempotent; also remembered for an id that arrives later."""
+
+    kind: Literal["cancel"] = "cancel"
+    request_id: str
+
+
+class Stop(Message):
+    """The front end found a stop string: choice ``choice`` ends, tokens at ``index`` and after are not wanted."""
+
+    kind: Literal["stop"] = "stop"
+    request_id: str
+    choice: int
+    index: int
+
+
+class Ping(Message):
+    """Heartbeat of the front end; answered at once by the connection, not by the engine."""
+
+    kind: Literal["ping"] = "ping"
+    sent_ms: int
+
+
+class Pong(Message):
+    """Answer to a ping. ``engine_age_ms`` is the time since the engine loop last went round: a wedge shows here."""
+
+    kind: Literal["pong"] = "pong"
+    sent_ms: int
+    engine_age_ms: int
+
+
+class TokenLogprob(Message):
+    """Log-probability of one output token and of the most likely alternatives, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class TokenRun(Message):
+    """Consecutive output tokens of one choice, from output index ``index``. May repeat what another worker sent."""
+
+    request_id: str
+    choice: int
+    index: int
+    tokens: bytes
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: FinishReason | None = None
+    """Set on the run that holds the last token."""
+
+
+class LegStarted(Message):
+    """The leg's prompt was matched against this worker's cache."""
+
+    request_id: str
+    leg: Leg
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class LegEnded(Message):
+    """The one terminal event of a leg.
+
+    ``succeeded``: every choice finished here, or (context) all pages were handed over. ``failed`` with ``retryable`` says
+    that the request itself is sound and may be repaired. ``rejected`` is a client error that no worker would accept.
+    """
+
+    request_id: str
+    leg: Leg
+    outcome: Literal["succeeded", "failed", "cancelled", "rejected"]
+    code: str = ""
+    message: str = ""
+    retryable: bool = False
+    transferred_bytes: int = 0
+    prefill_tokens: int = 0
+    """Tokens this leg computed in prefill: 0 on a generation worker whose pages all came by transfer."""
+
+
+class WorkerGauges(Message):
+    """State of a worker after a step; totals are monotone within an incarnation."""
+
+    ready: bool
+    reason: str = ""
+    total_blocks: int
+    free_blocks: int
+    """Free plus evictable: blocks that no sequence and no lease holds."""
+    cached_blocks: int
+    running: int
+    waiting: int
+    suspended: int
+    transfers_in_flight: int
+    quarantined_blocks: int
+    prefill_tokens_total: int
+    decode_tokens_total: int
+    cached_tokens_total: int
+    transferred_bytes_total: int
+    transferred_blocks_total: int
+    preemptions_total: int
+    steps_total: int
+
+
+class StepOutput(Message):
+    """Everything one engine step produced for one front end."""
+
+    kind: Literal["step"] = "step"
+    runs: tuple[TokenRun, ...] = ()
+    started: tuple[LegStarted, ...] = ()
+    ended: tuple[LegEnded, ...] = ()
+    gauges: WorkerGauges | None = None
+
+
+class Refused(Message):
+    """The connection is refused; the worker closes it after this message."""
+
+    kind: Literal["refused"] = "refused"
+    reason: str
+
+
+FrontEndMessage = Annotated[
+    Hello | Prefill | Generate | Cancel | Stop | Ping, Field(discriminator="kind")
+]
+WorkerMessage = Annotated[
+    Challenge | Welcome | Refused | StepOutput | Pong, Field(discriminator="kind")
+]
+
+FRONT_END_CODEC: Codec[Hello | Prefill | Generate | Cancel | Stop | Ping] = Codec(FrontEndMessage)
+"""Front end to worker."""
+WORKER_CODEC: Codec[Challenge | Welcome | Refused | StepOutput | Pong] = Codec(WorkerMessage)
+"""Worker to front end."""
