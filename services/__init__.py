@@ -1,1 +1,1 @@
-"""HTTP API, orchestration of a request, configuration, command line and launch: the one composition root."""
+"""HTTP API, orchestration of a request, configuration and launch: the one composition root."""

@@ -1,4 +1,6 @@
-"""Rules that no linter checks: file size, fixed top level, no defaulted getattr, no unfinished marks, no pickle."""
+"""Rules that no linter checks: file size, fixed top level, no defaulted getattr, no unfinished
+marks, no pickle.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,13 @@ def test_nothing_probes_attributes_by_name() -> None:
 
 
 def test_nothing_unfinished_and_no_pickle() -> None:
-    marks = ("TO" + "DO", "FIX" + "ME", "XX" + "X", "NotImplemented" + "Error", "import pick" + "le")
+    marks = (
+        "TO" + "DO",
+        "FIX" + "ME",
+        "XX" + "X",
+        "NotImplemented" + "Error",
+        "import pick" + "le",
+    )
     found = [
         f"{path.name}: {mark}"
         for path in tracked("*.py")
@@ -86,7 +94,9 @@ def test_nothing_unfinished_and_no_pickle() -> None:
 
 
 def test_environment_is_read_in_few_places() -> None:
-    """Configuration comes in by arguments; the environment is read where it is parsed, or set before a library loads."""
+    """Configuration comes in by arguments; the environment is read where it is parsed, or set
+    before a library loads.
+    """
     allowed = {"environment.py", "settings.py"}
     found = [
         str(path.relative_to(ROOT))

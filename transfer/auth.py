@@ -1,7 +1,7 @@
 """Proof that a peer knows the cluster token, without sending it.
 
-Both ends of every connection challenge each other with a fresh nonce; a proof is an HMAC over the nonce and the
-prover's side, so a proof can be neither replayed nor reflected.
+Both ends of every connection challenge each other with a fresh nonce; a proof is an HMAC over
+the nonce and the prover's side, so a proof can be neither replayed nor reflected.
 """
 
 from __future__ import annotations

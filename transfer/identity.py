@@ -1,7 +1,7 @@
 """Who a peer is: an instance name plus the nonce of one boot.
 
-A restarted worker keeps its name and gets a new nonce, so nothing cached about the old process (endpoint, plan,
-compatibility verdict, binding) can be mistaken for the new one.
+A restarted worker keeps its name and gets a new nonce, so nothing cached about the old process
+(endpoint, plan, compatibility verdict, binding) can be mistaken for the new one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from transfer.wire import Message
 
 
 class Incarnation(Message):
-    """One boot of one instance. ``str()`` gives ``name@nonce``, the form used in logs, metrics and cache events."""
+    """One boot of one instance; ``str()`` gives ``name@nonce``, as in logs and cache events."""
 
     instance: str
     nonce: str

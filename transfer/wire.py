@@ -1,9 +1,10 @@
 """Frames and message types of every socket in the system.
 
-A frame is ``magic(2) version(2) length(4) body``. The version is compared before the body is decoded, so a peer that
-speaks another protocol is refused with both numbers and never half understood. A body is msgpack of one frozen message
-type, told by its ``kind``. Arrays travel as packed little-endian int32 bytes, never as lists: a list of 8,192 page ids
-costs about a hundred times as much to encode.
+A frame is ``magic(2) version(2) length(4) body``. The version is compared before the body is
+decoded, so a peer that speaks another protocol is refused with both numbers and never half
+understood. A body is msgpack of one frozen message type, told by its ``kind``. Arrays travel as
+packed little-endian int32 bytes, never as lists: a list of 8,192 page ids costs about a hundred
+times as much to encode.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ MessageT = TypeVar("MessageT")
 
 
 class FrameError(ValueError):
-    """Bytes that are not a frame of this protocol, or a body that is no message of the expected union."""
+    """Bytes that are not a frame of this protocol, or a body that is no message of the expected
+    union.
+    """
 
 
 class Message(BaseModel):
@@ -43,7 +46,9 @@ def pack_ints(values: Sequence[int] | npt.NDArray[np.int32]) -> bytes:
 
 
 def unpack_ints(data: bytes) -> npt.NDArray[np.int32]:
-    """Inverse of :func:`pack_ints`; a read-only array that shares ``data``. Raises FrameError on a ragged length."""
+    """Inverse of :func:`pack_ints`; a read-only array that shares ``data``. Raises FrameError on a
+    ragged length.
+    """
     if len(data) % 4:
         raise FrameError(f"packed int32 array: expected a multiple of 4 bytes, got {len(data)}")
     return np.frombuffer(data, dtype="<i4")
@@ -63,11 +68,19 @@ class Codec(Generic[MessageT]):
         return HEADER.pack(MAGIC, PROTOCOL_VERSION, len(body)) + body
 
     def decode_body(self, body: bytes) -> MessageT:
-        """Decode a body whose header was already checked. Raises FrameError for anything that is not a message."""
+        """Decode a body whose header was already checked. Raises FrameError for anything that is
+        not a message.
+        """
         try:
             value = msgpack.unpackb(body, raw=False, use_list=False, strict_map_key=True)
             return self._adapter.validate_python(value)
-        except (ValidationError, ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        except (
+            ValidationError,
+            ValueError,
+            TypeError,
+            RecursionError,
+            msgpack.UnpackException,
+        ) as error:
             raise FrameError(f"undecodable message body of {len(body)} bytes: {error}") from error
 
     def decode(self, frame: bytes) -> MessageT:
@@ -78,7 +91,9 @@ class Codec(Generic[MessageT]):
         return self.decode_body(frame[HEADER.size :])
 
     async def read(self, reader: asyncio.StreamReader) -> MessageT:
-        """Read one message. Raises FrameError, or asyncio.IncompleteReadError when the peer is gone."""
+        """Read one message. Raises FrameError, or asyncio.IncompleteReadError when the peer is
+        gone.
+        """
         length = body_length(await reader.readexactly(HEADER.size))
         return self.decode_body(await reader.readexactly(length))
 
@@ -93,9 +108,14 @@ def body_length(header: bytes) -> int:
         raise FrameError(f"frame header: expected {HEADER.size} bytes, got {len(header)}")
     magic, version, length = HEADER.unpack(header)
     if magic != MAGIC:
-        raise FrameError(f"frame magic: expected {MAGIC!r}, got {magic!r}; the peer does not speak this protocol")
+        raise FrameError(
+            f"frame magic: expected {MAGIC!r}, got {magic!r}; the peer speaks something else"
+        )
     if version != PROTOCOL_VERSION:
-        raise FrameError(f"protocol version: ours is {PROTOCOL_VERSION}, the peer's is {version}; run one release on both")
+        raise FrameError(
+            f"protocol version: ours is {PROTOCOL_VERSION}, the peer's is {version}; "
+            "run one release on both"
+        )
     if length > MAX_FRAME_BYTES:
         raise FrameError(f"frame body of {length} bytes announced; the limit is {MAX_FRAME_BYTES}")
     return int(length)

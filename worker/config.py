@@ -1,4 +1,5 @@
-"""Everything one worker process needs to know, as one frozen value that crosses the process boundary once.
+"""Everything one worker process needs to know, as one frozen value that crosses the process
+boundary once.
 
 Loads no torch: the launcher and front ends import this file.
 """

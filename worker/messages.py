@@ -1,8 +1,10 @@
-"""Messages between front ends and workers: one connection a pair, all requests multiplexed, ids only (no text).
+"""Messages between front ends and workers: one connection a pair, all requests multiplexed, ids
+only (no text).
 
-A worker opens with ``Challenge``; the front end answers ``Hello`` and gets ``Welcome``. After that the front end sends
-commands and the worker sends one ``StepOutput`` a step with everything that happened in it. Every request id was
-minted by the front end; a client's own ids never travel as keys. Loads no torch: front ends import this file.
+A worker opens with ``Challenge``; the front end answers ``Hello`` and gets ``Welcome``. After
+that the front end sends commands and the worker sends one ``StepOutput`` a step with everything
+that happened in it. Every request id was minted by the front end; a client's own ids never
+travel as keys. Loads no torch: front ends import this file.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ FinishReason = Literal["stop", "length"]
 
 
 class SamplingParams(Message):
-    """How tokens of one request are drawn. The noise is keyed by (seed, choice, output index) and nothing else."""
+    """How tokens of one request are drawn. The noise is keyed by (seed, choice, output index) and
+    nothing else.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -34,28 +38,36 @@ class SamplingParams(Message):
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
-    """None: no log-probabilities. N: that of the token itself and of the N most likely ones, before temperature."""
+    """None: no log-probabilities. N: that of the token itself and of the N most likely ones, before
+    temperature.
+    """
 
 
 class StopRule(Message):
-    """When a choice ends. Stop strings are the front end's business, which then sends :class:`Stop`."""
+    """When a choice ends. Stop strings are the front end's business, which then sends
+    :class:`Stop`.
+    """
 
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
-    """The model's end-of-sequence ids and any the client named; empty when the client ignores them."""
+    """The model's end-of-sequence ids and any the client named; empty when ignored."""
     min_tokens: int = 0
     """Stop token ids are not drawn before this many output tokens."""
 
 
 class Challenge(Message):
-    """First message of a worker on a new connection: a random nonce to prove knowledge of the cluster token with."""
+    """First message of a worker on a new connection: a random nonce to prove knowledge of the
+    cluster token with.
+    """
 
     kind: Literal["challenge"] = "challenge"
     nonce: bytes
 
 
 class Hello(Message):
-    """Answer of a front end: ``proof = transfer.auth.proof(cluster_token, b"front-end", challenge nonce)``."""
+    """Answer of a front end: ``proof = transfer.auth.proof(cluster_token, b"front-end", challenge
+    nonce)``.
+    """
 
     kind: Literal["hello"] = "hello"
     front_end: str
@@ -75,7 +87,9 @@ class Welcome(Message):
     model: str
     tokens_per_block: int
     max_sequence_tokens: int
-    """Longest prompt plus output that this worker's pools can ever hold, and the model's context limit."""
+    """Longest prompt plus output that this worker's pools can ever hold, and the model's context
+    limit.
+    """
     vocab_size: int
     peer: PeerAddress
     """Where other workers reach this one for transfers."""
@@ -85,8 +99,8 @@ class Welcome(Message):
 class Prefill(Message):
     """Run the prompt, stream the first token(s), ship the pages to ``destination``.
 
-    Nothing is computed before ``destination`` has granted it. Without a destination the prompt is prefilled, the first
-    token is streamed and the leg ends: the request needs one token only.
+    Nothing is computed before ``destination`` has granted it. Without a destination the prompt
+    is prefilled, the first token is streamed and the leg ends: the request needs one token only.
     """
 
     kind: Literal["prefill"] = "prefill"
@@ -94,7 +108,9 @@ class Prefill(Message):
     tokens: bytes
     """Prompt, packed int32."""
     scope: bytes
-    """Prefix cache scope: model, adapter and cache salt. Requests share blocks only within one scope."""
+    """Prefix cache scope: model, adapter and cache salt. Requests share blocks only within one
+    scope.
+    """
     sampling: SamplingParams
     stop: StopRule
     n: int = 1
@@ -106,8 +122,9 @@ class Prefill(Message):
 class Generate(Message):
     """Decode a request whose prompt comes from ``source``, or prefill it here when there is none.
 
-    ``emitted`` are the output tokens that the client already has, one packed array a choice, empty for a fresh request: a
-    repair computes prompt plus emitted tokens and goes on from there. Choices in ``finished`` need no more tokens.
+    ``emitted`` are the output tokens that the client already has, one packed array a choice,
+    empty for a fresh request: a repair computes prompt plus emitted tokens and goes on from
+    there. Choices in ``finished`` need no more tokens.
     """
 
     kind: Literal["generate"] = "generate"
@@ -124,14 +141,18 @@ class Generate(Message):
 
 
 class Cancel(Message):
-    """End every leg of a request on this worker. Idempotent; also remembered for an id that arrives later."""
+    """End every leg of a request on this worker. Idempotent; also remembered for an id that arrives
+    later.
+    """
 
     kind: Literal["cancel"] = "cancel"
     request_id: str
 
 
 class Stop(Message):
-    """The front end found a stop string: choice ``choice`` ends, tokens at ``index`` and after are not wanted."""
+    """The front end found a stop string: choice ``choice`` ends, tokens at ``index`` and after are
+    not wanted.
+    """
 
     kind: Literal["stop"] = "stop"
     request_id: str
@@ -147,7 +168,9 @@ class Ping(Message):
 
 
 class Pong(Message):
-    """Answer to a ping. ``engine_age_ms`` is the time since the engine loop last went round: a wedge shows here."""
+    """Answer to a ping. ``engine_age_ms`` is the time since the engine loop last went round: a
+    wedge shows here.
+    """
 
     kind: Literal["pong"] = "pong"
     sent_ms: int
@@ -162,7 +185,9 @@ class TokenLogprob(Message):
 
 
 class TokenRun(Message):
-    """Consecutive output tokens of one choice, from output index ``index``. May repeat what another worker sent."""
+    """Consecutive output tokens of one choice, from output index ``index``. May repeat what another
+    worker sent.
+    """
 
     request_id: str
     choice: int
@@ -185,8 +210,9 @@ class LegStarted(Message):
 class LegEnded(Message):
     """The one terminal event of a leg.
 
-    ``succeeded``: every choice finished here, or (context) all pages were handed over. ``failed`` with ``retryable`` says
-    that the request itself is sound and may be repaired. ``rejected`` is a client error that no worker would accept.
+    ``succeeded``: every choice finished here, or (context) all pages were handed over.
+    ``failed`` with ``retryable`` says that the request itself is sound and may be repaired.
+    ``rejected`` is a client error that no worker would accept.
     """
 
     request_id: str
@@ -197,7 +223,9 @@ class LegEnded(Message):
     retryable: bool = False
     transferred_bytes: int = 0
     prefill_tokens: int = 0
-    """Tokens this leg computed in prefill: 0 on a generation worker whose pages all came by transfer."""
+    """Tokens this leg computed in prefill: 0 on a generation worker whose pages all came by
+    transfer.
+    """
 
 
 class WorkerGauges(Message):

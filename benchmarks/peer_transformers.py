@@ -1,0 +1,83 @@
+"""The peer of the serve benchmark: transformers' own ``generate`` on the same model, in a process
+of its own.
+
+Reads one JSON line a request on stdin (``{"prompt", "output_tokens"}``), answers one JSON line
+with the times of its tokens. The same chat template, dtype, thread count, greedy choice and
+number of tokens as the service.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.generation.streamers import BaseStreamer
+
+
+class Stamps(BaseStreamer):  # type: ignore[misc]
+    """Records when each token is there."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is buffered."""
+
+
+def load(path: Path) -> tuple[Any, Any]:
+    if path.suffix == ".gguf":
+        where: dict[str, Any] = {
+            "pretrained_model_name_or_path": path.parent,
+            "gguf_file": path.name,
+        }
+    else:
+        where = {"pretrained_model_name_or_path": path}
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).eval()
+    return tokenizer, model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--threads", type=int, required=True)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    tokenizer, model = load(arguments.model)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        started = time.perf_counter()
+        inputs = tokenizer.apply_chat_template(
+            [{"role": "user", "content": request["prompt"]}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        stamps = Stamps()
+        count = request["output_tokens"]
+        with torch.inference_mode():
+            model.generate(
+                **inputs,
+                do_sample=False,
+                max_new_tokens=count,
+                min_new_tokens=count,
+                streamer=stamps,
+            )
+        # The first put is the prompt itself.
+        answer = {"ms": [(t - started) * 1e3 for t in stamps.times[1:]]}
+        answer["ms"][-1:] = [(time.perf_counter() - started) * 1e3]
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
