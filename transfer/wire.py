@@ -98,12 +98,12 @@ class Codec(Generic[MessageT]):
         return self.decode_body(await reader.readexactly(length))
 
     def write(self, writer: asyncio.StreamWriter, messages: Iterable[MessageT]) -> None:
-        """Queue messages on ``writer`` without waiting; the caller bounds the buffer by ``drain``."""
+        """Queue messages on ``writer`` without waiting; the caller bounds the buffer."""
         writer.write(b"".join(self.encode(message) for message in messages))
 
 
 def body_length(header: bytes) -> int:
-    """Length announced by a header, after magic, version and size are checked. Raises FrameError."""
+    """Length announced by a header whose magic, version and size are right; else FrameError."""
     if len(header) != HEADER.size:
         raise FrameError(f"frame header: expected {HEADER.size} bytes, got {len(header)}")
     magic, version, length = HEADER.unpack(header)
