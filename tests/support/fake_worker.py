@@ -13,6 +13,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -77,16 +78,17 @@ class FakeScript:
     ready: bool = True
 
 
+Handover = Literal["pages", "no_decode", "lost"]
+
+
 class FakeTransfers:
-    """Which requests a context worker has handed over to which generation worker, and which never
-    will be.
-    """
+    """What became of each request between a context and a generation worker."""
 
     def __init__(self) -> None:
-        self._handed: dict[str, asyncio.Future[bool]] = {}
+        self._handed: dict[str, asyncio.Future[Handover]] = {}
 
-    def outcome(self, request_id: str) -> asyncio.Future[bool]:
-        """Resolves to True when all pages are handed over, False when they never will be."""
+    def outcome(self, request_id: str) -> asyncio.Future[Handover]:
+        """Resolves when the pages are handed over, are not needed, or never will be."""
         if request_id not in self._handed:
             self._handed[request_id] = asyncio.get_running_loop().create_future()
         return self._handed[request_id]
