@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import secrets
 
+from typing_extensions import override
+
 from transfer.wire import Message
 
 
@@ -22,6 +24,7 @@ class Incarnation(Message):
         """A new incarnation of ``instance`` with a random 64-bit nonce."""
         return cls(instance=instance, nonce=secrets.token_hex(8))
 
+    @override
     def __str__(self) -> str:
         return f"{self.instance}@{self.nonce}"
 
