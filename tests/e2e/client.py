@@ -1,0 +1,134 @@
+"""What the end-to-end tests say to the service: requests as a client would send them, and what it says of itself.
+
+Everything goes through HTTP. Page counts and totals come from ``/metrics``, so what operators see is what is asserted.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+QUIET_TIMEOUT_S = 20.0
+
+
+@dataclass
+class StreamedChoice:
+    """What one choice of a stream amounted to."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Streamed:
+    """A whole stream, taken apart."""
+
+    choices: dict[int, StreamedChoice] = field(default_factory=dict)
+    usage: dict[str, Any] | None = None
+    error: dict[str, Any] | None = None
+    done: bool = False
+    first_token_s: float | None = None
+
+
+def events(response: httpx.Response) -> Iterator[dict[str, Any] | None]:
+    """The JSON events of an SSE response; None stands for ``[DONE]``."""
+    for line in response.iter_lines():
+        if line.startswith("data: "):
+            payload = line[len("data: ") :]
+            yield None if payload == "[DONE]" else json.loads(payload)
+
+
+class Client:
+    """A client of one running service."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.http = httpx.Client(base_url=url, timeout=120)
+        self.model: str = self.http.get("/v1/models").json()["data"][0]["id"]
+
+    def chat(self, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+        """One chat completion, not streamed; asserts status 200."""
+        return self.post("/v1/chat/completions", messages=messages, **fields)
+
+    def complete(self, prompt: Any, **fields: Any) -> dict[str, Any]:
+        """One completion, not streamed; asserts status 200."""
+        return self.post("/v1/completions", prompt=prompt, **fields)
+
+    def post(self, path: str, **body: Any) -> dict[str, Any]:
+        response = self.http.post(path, json={"model": self.model, **body})
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def stream(
+        self, path: str, on_delta: Callable[[int, int], None] | None = None, **body: Any
+    ) -> Streamed:
+        """Read a whole stream. ``on_delta(choice, number)`` is called after each delta that carries text."""
+        streamed = Streamed()
+        started = time.monotonic()
+        number = 0
+        request = {"model": self.model, "stream": True, **body}
+        with self.http.stream("POST", path, json=request) as response:
+            assert response.status_code == 200, response.read()
+            for event in events(response):
+                if event is None:
+                    streamed.done = True
+                    continue
+                if "error" in event:
+                    streamed.error = event["error"]
+                    continue
+                if event.get("usage"):
+                    streamed.usage = event["usage"]
+                for part in event["choices"]:
+                    choice = streamed.choices.setdefault(part["index"], StreamedChoice())
+                    text = part["delta"].get("content") if "delta" in part else part["text"]
+                    if part.get("finish_reason"):
+                        choice.finish_reason = part["finish_reason"]
+                    if part.get("logprobs"):
+                        choice.logprobs.append(part["logprobs"])
+                    if text:
+                        if streamed.first_token_s is None:
+                            streamed.first_token_s = time.monotonic() - started
+                        choice.text += text
+                        number += 1
+                        if on_delta is not None:
+                            on_delta(part["index"], number)
+        return streamed
+
+    def ready(self) -> bool:
+        try:
+            return self.http.get("/ready").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def wait_ready(self, timeout_s: float) -> float:
+        """Seconds until ``/ready`` says yes."""
+        started = time.monotonic()
+        while not self.ready():
+            waited = time.monotonic() - started
+            assert waited < timeout_s, f"not ready after {waited:.0f} s: {self.http.get('/ready').text}"
+            time.sleep(0.1)
+        return time.monotonic() - started
+
+    def metrics(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+        """All samples of ``/metrics`` by name and sorted labels."""
+        text = self.http.get("/metrics").text
+        return {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    def total(self, name: str, **labels: str) -> float:
+        """Sum of a metric over all samples whose labels include ``labels``."""
+        wanted = labels.items()
+        found = [v for (n, ls), v in self.metrics().items() if n == name and wanted <= dict(ls).items()]
+        assert found, f"no metric {name} with {labels}"
+        return sum(found)
