@@ -1,0 +1,93 @@
+"""What a transfer tells the engine. Sessions produce these; the agent hands them over unchanged.
+
+Per request and rank: exactly one ``SessionEnded``; per lease given: exactly one ``LeaseEnded``,
+which for a lease in doubt comes only when the peer is known dead. ``SessionEnded`` never waits for
+memory and memory never for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transfer.identity import Incarnation
+from transfer.lease import TransferLease
+from transfer.messages import HandoffData
+from transfer.outcome import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class GrantReceived:
+    """Context side: a generation rank has room for this request."""
+
+    request_id: str
+    generation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceReceived:
+    """Generation side: the first chunk is about to run; allocate, then call ``ready``."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkReceived:
+    """Generation side: every wanted page of the blocks before ``end_block`` is in."""
+
+    request_id: str
+    end_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffReceived:
+    """Generation side: all pages are in and here are the first tokens; decoding may start."""
+
+    request_id: str
+    data: HandoffData
+
+
+@dataclass(frozen=True, slots=True)
+class NoDecodeReceived:
+    """Generation side: the first token ended the request; forget it."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnded:
+    """The outcome, once. Bytes and blocks are what had moved when it was decided."""
+
+    request_id: str
+    outcome: Outcome
+    reason: str
+    transferred_bytes: int
+    transferred_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """No posted request touches these pages any more: release them (also out of quarantine)."""
+
+    request_id: str
+    lease: TransferLease
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseInDoubt:
+    """The peer is lost, not known dead, and may still touch these pages: quarantine them."""
+
+    request_id: str
+    lease: TransferLease
+    reason: str
+
+
+AgentEvent = (
+    GrantReceived
+    | AnnounceReceived
+    | ChunkReceived
+    | HandoffReceived
+    | NoDecodeReceived
+    | SessionEnded
+    | LeaseEnded
+    | LeaseInDoubt
+)

@@ -1,0 +1,127 @@
+"""Inputs of a session beside the messages of its peer, which are events themselves.
+
+The shell delivers each with the current time: ``session.handle(event, now_ms)``. Every ``Post`` of
+a ``PostSends`` or ``PostReceives`` gets exactly one ``PostEnded``, also after the peer is lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transfer.lease import LeasedBlocks
+from transfer.messages import HandoffData, ToContext, ToGeneration
+from transfer.outcome import PeerFate, PostStatus
+
+
+@dataclass(frozen=True, slots=True)
+class GrantRequested:
+    """Generation: grant ``prompt_tokens`` to the context rank; everything must be over in
+    ``deadline_ms``.
+    """
+
+    prompt_tokens: int
+    deadline_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class PagesReady:
+    """Generation: these pages are to be filled, up to ``end_block``."""
+
+    end_block: int
+    blocks: LeasedBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceRequested:
+    """Context: the first chunk is about to run."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShipRequested:
+    """Context: KV of blocks ``[first_block, end_block)`` is final. Consecutive, from block 0."""
+
+    first_block: int
+    end_block: int
+    blocks: LeasedBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class HandOffRequested:
+    """Context: the first tokens are sampled and every block was given to ``ShipRequested``."""
+
+    data: HandoffData
+
+
+@dataclass(frozen=True, slots=True)
+class NoDecodeRequested:
+    """Context: the first token ended the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequested:
+    """Either side: the request is not wanted any more."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FailureReported:
+    """Either side: this worker cannot go on with the request."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PostEnded:
+    """The posted send or receive ``post`` ended."""
+
+    post: int
+    status: PostStatus
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """The connection to the peer is gone and its data endpoint closed. Posts that were open still
+    end one by one.
+    """
+
+    reason: str
+    fate: PeerFate
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDied:
+    """The peer's process is known dead and its data endpoint closed: nothing of it touches our
+    memory any more.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlinePassed:
+    """The time of the last ``ArmDeadline`` has come."""
+
+
+ContextEvent = (
+    ToContext
+    | AnnounceRequested
+    | ShipRequested
+    | HandOffRequested
+    | NoDecodeRequested
+    | CancelRequested
+    | FailureReported
+    | PostEnded
+    | PeerLost
+    | PeerDied
+    | DeadlinePassed
+)
+GenerationEvent = (
+    ToGeneration
+    | GrantRequested
+    | PagesReady
+    | CancelRequested
+    | FailureReported
+    | PostEnded
+    | PeerLost
+    | PeerDied
+    | DeadlinePassed
+)
