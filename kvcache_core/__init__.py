@@ -1,1 +1,1 @@
-"""KV cache of one rank: layer specs, layout plan, prefix tree, pages and the unified target+draft manager."""
+"""KV cache of one rank: specs, layout plan, prefix tree, pages, unified target+draft manager."""
