@@ -104,7 +104,7 @@ class LayoutPlan:
         )
 
     def slots_for(self, quota_bytes: int, demand: SizingDemand = DEFAULT_DEMAND) -> tuple[int, ...]:
-        """Slots per pool group within ``quota_bytes``. Raises ValueError when one chunk does not fit."""
+        """Slots per pool group within ``quota_bytes``; ValueError when one chunk does not fit."""
         return slots_for(
             self.layer_groups, self.pool_groups, self.tokens_per_block, quota_bytes, demand
         )
