@@ -1,0 +1,233 @@
+"""Configuration of ``pageferry serve`` as one frozen value.
+
+Sources, strongest first: flags, one YAML file, the environment (only the cluster token), defaults.
+Every key of the file is the flag of the same name with underscores; a key or value that cannot be
+used is refused before anything starts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import secrets
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from services.environment import Environment
+from services.errors import ConfigError
+from services.units import parse_bytes, parse_duration_ms
+from worker.config import ElementType
+from worker.messages import WorkerRole
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+def _auto_as_none(value: Any) -> Any:
+    return None if value == "auto" else value
+
+
+def _bytes_or_auto(value: Any) -> Any:
+    return (
+        parse_bytes(value) if isinstance(value, str) and value != "auto" else _auto_as_none(value)
+    )
+
+
+def _duration_ms(value: Any) -> Any:
+    return parse_duration_ms(value) if isinstance(value, str) else value
+
+
+Bytes = Annotated[int | None, BeforeValidator(_bytes_or_auto)]
+AutoInt = Annotated[int | None, BeforeValidator(_auto_as_none)]
+DurationMs = Annotated[int, BeforeValidator(_duration_ms), Field(gt=0)]
+
+
+class ServeConfig(BaseModel):
+    """What to serve, on how many instances, with which limits. None stands for ``auto``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str | None = None
+    """A Hugging Face directory or a GGUF file; None: the default model."""
+    served_model_name: str | None = Field(default=None, min_length=1)
+    """Name of the model in the API; None: taken from the path."""
+    context: int | None = Field(default=None, ge=1)
+    """Context instances; None: one, unless ``aggregated`` is set."""
+    generation: int | None = Field(default=None, ge=1)
+    aggregated: int | None = Field(default=None, ge=1)
+    """Instances that do both phases, instead of context and generation ones."""
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    """0 takes a free port."""
+    ray_address: str | None = None
+    """Address of a running Ray cluster (``auto`` or ``host:port``); None: a private Ray on this
+    machine."""
+    cluster_name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    """Scopes the names of the actors in a shared Ray cluster; None: a random name."""
+    device: Device = "auto"
+    dtype: ElementType = "auto"
+    torch_threads: AutoInt = Field(default=None, ge=1)
+    """Threads of each instance; None: the cores divided among the instances of this machine."""
+    kv_cache_bytes: Bytes = Field(default=None, gt=0)
+    """KV cache of each instance; None: a share of the free memory of its device."""
+    tokens_per_block: int = Field(default=64, ge=1)
+    max_sequence_tokens: AutoInt = Field(default=None, ge=1)
+    max_batch_tokens: int = Field(default=512, ge=1)
+    max_running: int = Field(default=64, ge=1)
+    require_transport: str | None = None
+    request_timeout_ms: DurationMs = 600_000
+    """Deadline of a request, queueing included."""
+    transfer_timeout_ms: DurationMs = 60_000
+    startup_timeout_ms: DurationMs = 600_000
+    """An instance that takes longer to start is given up."""
+    drain_timeout_ms: DurationMs = 10_000
+    """How long requests in flight may go on after the service was asked to stop."""
+    cluster_token: SecretStr = Field(default_factory=lambda: SecretStr(secrets.token_urlsafe(32)))
+    """Shared secret of all processes of the cluster; None of the flags, as other users see command
+    lines."""
+    log_level: LogLevel = "info"
+
+    @field_validator("model", "ray_address", "require_transport")
+    @classmethod
+    def _not_empty(cls, value: str | None) -> str | None:
+        if value is not None and not value.strip():
+            raise ValueError("expected a non-empty text; leave the key out for the default")
+        return value
+
+    @field_validator("cluster_token")
+    @classmethod
+    def _long_enough(cls, value: SecretStr) -> SecretStr:
+        if len(value.get_secret_value()) < 8:
+            raise ValueError("expected at least 8 characters")
+        return value
+
+    @model_validator(mode="after")
+    def _one_mode(self) -> ServeConfig:
+        if self.aggregated is not None and (
+            self.context is not None or self.generation is not None
+        ):
+            raise ValueError(
+                "aggregated excludes context and generation: such an instance does both phases"
+            )
+        return self
+
+    @property
+    def instances(self) -> tuple[tuple[WorkerRole, str], ...]:
+        """Role and name of every instance to start."""
+        if self.aggregated is not None:
+            return _named("aggregated", self.aggregated)
+        return _named("context", self.context or 1) + _named("generation", self.generation or 1)
+
+
+def _named(role: WorkerRole, count: int) -> tuple[tuple[WorkerRole, str], ...]:
+    return tuple((role, f"{role}-{number}") for number in range(count))
+
+
+def load_config(
+    flags: Mapping[str, Any], file: Path | None, environment: Environment
+) -> ServeConfig:
+    """Merge the sources. ``flags`` holds those given on the command line only. Raises
+    ConfigError."""
+    values: dict[str, Any] = {}
+    if environment.cluster_token is not None:
+        values["cluster_token"] = environment.cluster_token
+    if file is not None:
+        values.update(read_config_file(file))
+    # A mode chosen by flags replaces the file's mode as a whole.
+    if "aggregated" in flags:
+        values.pop("context", None)
+        values.pop("generation", None)
+    elif "context" in flags or "generation" in flags:
+        values.pop("aggregated", None)
+    values.update(flags)
+    try:
+        return ServeConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, file)) from error
+
+
+def read_config_file(file: Path) -> dict[str, Any]:
+    """Keys and values of a YAML file, its model path resolved against the file's folder. Raises
+    ConfigError."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration file {file}: cannot be read: {error}") from error
+    try:
+        # A subclass of SafeLoader that refuses repeated keys.
+        content = yaml.load(text, Loader=_StrictLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"configuration file {file}: not valid YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"configuration file {file}: expected a mapping of keys to values, "
+            f"got a {type(content).__name__}"
+        )
+    unknown = [str(key) for key in content if key not in ServeConfig.model_fields]
+    if unknown:
+        raise ConfigError(
+            f"configuration file {file}: " + "; ".join(_unknown_key(key) for key in unknown)
+        )
+    model = content.get("model")
+    if isinstance(model, str) and model.strip():
+        content["model"] = str(file.parent / Path(model).expanduser())
+    return {str(key): value for key, value in content.items()}
+
+
+def _unknown_key(key: str) -> str:
+    near = difflib.get_close_matches(
+        key.replace("-", "_"), ServeConfig.model_fields, n=1, cutoff=0.5
+    )
+    hint = (
+        f"did you mean {near[0]!r}?"
+        if near
+        else f"known keys: {', '.join(ServeConfig.model_fields)}"
+    )
+    return f"unknown key {key!r}, {hint}"
+
+
+def _explain(error: ValidationError, file: Path | None) -> str:
+    lines = []
+    for problem in error.errors(include_url=False, include_context=False):
+        key = ".".join(str(part) for part in problem["loc"] if isinstance(part, str))
+        message = problem["msg"].removeprefix("Value error, ")
+        value = problem["input"]
+        shown = (
+            f", got {value!r}" if key and key != "cluster_token" and "got " not in message else ""
+        )
+        lines.append(f"{key}: {message}{shown}" if key else message)
+    where = f" (flags and {file})" if file is not None else ""
+    return f"invalid configuration{where}: " + "; ".join(lines)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Safe YAML in which a repeated key is an error instead of the last one winning."""
+
+
+def _mapping_without_repeats(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Hashable, Any]:
+    keys = [loader.construct_object(key) for key, _ in node.value]
+    repeated = sorted({str(key) for key in keys if keys.count(key) > 1})
+    if repeated:
+        raise yaml.constructor.ConstructorError(
+            None, None, f"repeated key {', '.join(repeated)}", node.start_mark
+        )
+    return loader.construct_mapping(node, deep=True)
+
+
+_StrictLoader.add_constructor(
+    yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_repeats
+)

@@ -1,0 +1,83 @@
+"""The one file of the services that reads environment variables.
+
+Arguments and the configuration file win over the environment. A ``PAGEFERRY_`` name that does not
+exist is reported with the nearest one that does: a mistyped variable must not be silently without
+effect.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+PREFIX: Final = "PAGEFERRY_"
+CLUSTER_TOKEN: Final = "PAGEFERRY_CLUSTER_TOKEN"
+ROLE: Final = "PAGEFERRY_ROLE"
+"""Set for every worker by the launcher, replacing any inherited value."""
+FORWARDED: Final = (
+    "PAGEFERRY_SHARED_DRAFT_KV",
+    "PAGEFERRY_DRAFT_KV_TOKENS_PER_BLOCK",
+    "PAGEFERRY_CTX_DEMOTE_UNCACHED_TOKENS",
+    "PAGEFERRY_CTX_DEMOTE_MAX_ITERS",
+    "PAGEFERRY_COORDINATOR_RESERVATION_TIMEOUT",
+)
+"""Settings of workers and coordinators; handed on as they are, also to workers on other
+machines."""
+KNOWN: Final = (CLUSTER_TOKEN, ROLE, *FORWARDED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """What the process environment says."""
+
+    cluster_token: str | None
+    cache_directory: Path
+    """Per-user cache of this program; may not exist yet."""
+    forwarded: Mapping[str, str]
+    warnings: tuple[str, ...]
+
+
+def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
+    """Read ``variables``, by default the environment of this process."""
+    values = os.environ if variables is None else variables
+    return Environment(
+        cluster_token=values.get(CLUSTER_TOKEN) or None,
+        cache_directory=_cache_directory(values),
+        forwarded={name: values[name] for name in FORWARDED if name in values},
+        warnings=tuple(
+            _unknown(name)
+            for name in sorted(values)
+            if name.startswith(PREFIX) and name not in KNOWN
+        ),
+    )
+
+
+def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """Environment of a child process: that of this one with ``changes``."""
+    return {**os.environ, **changes}
+
+
+def apply_environment(changes: Mapping[str, str]) -> None:
+    """Set variables of this process, for libraries that read them when they are imported."""
+    os.environ.update(changes)
+
+
+def _unknown(name: str) -> str:
+    near = difflib.get_close_matches(name, KNOWN, n=1)
+    hint = f"; did you mean {near[0]}?" if near else f"; the known names are {', '.join(KNOWN)}"
+    return f"environment variable {name} has no effect{hint}"
+
+
+def _cache_directory(values: Mapping[str, str]) -> Path:
+    configured = values.get("XDG_CACHE_HOME")
+    if configured and os.path.isabs(configured):
+        return Path(configured) / "pageferry"
+    home = Path(values.get("HOME") or Path.home())
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "pageferry"
+    return home / ".cache" / "pageferry"

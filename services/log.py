@@ -1,0 +1,24 @@
+"""Logging of the services: one line a record, on standard error, never with prompts, tokens or
+secrets."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Final
+
+LINE: Final = "%(asctime)s %(levelname)-7s %(process)d %(name)s: %(message)s"
+
+
+def configure_logging(level: str) -> None:
+    """Send the records of this process to standard error in one format."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(LINE))
+    root = logging.getLogger()
+    for old in tuple(root.handlers):
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(level.upper())
+    # One line a request is the business of the metrics, not of the log.
+    for chatty in ("httpx", "httpcore", "asyncio"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
