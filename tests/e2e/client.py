@@ -1,6 +1,8 @@
-"""What the end-to-end tests say to the service: requests as a client would send them, and what it says of itself.
+"""What the end-to-end tests say to the service: requests as a client would send them, and what it
+says of itself.
 
-Everything goes through HTTP. Page counts and totals come from ``/metrics``, so what operators see is what is asserted.
+Everything goes through HTTP. Page counts and totals come from ``/metrics``, so what operators
+see is what is asserted.
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ class Client:
     def stream(
         self, path: str, on_delta: Callable[[int, int], None] | None = None, **body: Any
     ) -> Streamed:
-        """Read a whole stream. ``on_delta(choice, number)`` is called after each delta that carries text."""
+        """Read a whole stream. ``on_delta(choice, number)`` is called after each delta that carries
+        text.
+        """
         streamed = Streamed()
         started = time.monotonic()
         number = 0
@@ -113,7 +117,9 @@ class Client:
         started = time.monotonic()
         while not self.ready():
             waited = time.monotonic() - started
-            assert waited < timeout_s, f"not ready after {waited:.0f} s: {self.http.get('/ready').text}"
+            assert waited < timeout_s, (
+                f"not ready after {waited:.0f} s: {self.http.get('/ready').text}"
+            )
             time.sleep(0.1)
         return time.monotonic() - started
 
@@ -129,6 +135,8 @@ class Client:
     def total(self, name: str, **labels: str) -> float:
         """Sum of a metric over all samples whose labels include ``labels``."""
         wanted = labels.items()
-        found = [v for (n, ls), v in self.metrics().items() if n == name and wanted <= dict(ls).items()]
+        found = [
+            v for (n, ls), v in self.metrics().items() if n == name and wanted <= dict(ls).items()
+        ]
         assert found, f"no metric {name} with {labels}"
         return sum(found)
