@@ -1,0 +1,1 @@
+"""The UCX transport. Nothing outside imports ucxx; importing this package loads no library."""

@@ -1,0 +1,236 @@
+"""One thread that owns every UCX object of the process.
+
+It sleeps in epoll on UCX's event descriptor and on its own wake-up descriptor, and goes round only
+when one of them says so: idle, or with receives pending, it uses no CPU. Commands come through a
+deque. A request and its buffer are held here from posting until UCX itself has completed the
+request, cancelled or not: ucxx would otherwise forget a request whose buffer UCX goes on writing.
+
+UCX objects are created, used and destroyed in this thread only; the loop's side sees plain Python
+objects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from transfer.transport import TransportError
+from transfer.ucx.library import STATUS_OK, Library
+
+POLL_S: Final = 1.0
+"""Upper bound of one sleep, so that a lost event costs a second and not a transfer."""
+DRAIN_S: Final = 2.0
+"""How long a stopping driver waits for requests that were cancelled."""
+DRAIN_STEP_S: Final = 0.001
+
+Finished = Callable[[int, str], None]
+"""Called in the event loop with UCX's status (0 is success) and its text."""
+
+
+@dataclass(frozen=True)
+class _Live:
+    request: Any
+    buffer: Any
+    finished: Finished
+
+
+class Driver:
+    """The thread, its queue of commands and the requests that have not completed."""
+
+    def __init__(self, library: Library, failed: Callable[[str], None]) -> None:
+        """``failed`` is called in the event loop if the thread dies of an error."""
+        self.library = library
+        self._failed = failed
+        self._commands: deque[Callable[[], None]] = deque()
+        self._live: list[_Live] = []
+        self._deliveries: list[Callable[[], None]] = []
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stopping = False
+        self._teardown: Callable[[], None] = _nothing
+        self._context: Any = None
+        self._worker: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="ucx-driver", daemon=True)
+
+    async def start(self) -> str:
+        """Start the thread, open context and worker; return the context's description."""
+        self._loop = asyncio.get_running_loop()
+        opened: asyncio.Future[str] = self._loop.create_future()
+        self._commands.append(lambda: self.answer(opened, self._context.info))
+        self._failed = _first(self._failed, opened)
+        self._thread.start()
+        # A daemon thread inside C++ frames must not meet the interpreter's end.
+        atexit.register(self._stop_at_exit)
+        return await opened
+
+    def submit(self, command: Callable[[], None]) -> None:
+        """Run ``command`` in the thread, in order of submission. Thread safe."""
+        self._commands.append(command)
+        self._wake_up()
+
+    async def stop(self, teardown: Callable[[], None]) -> None:
+        """Run ``teardown`` in the thread, let cancelled requests end, destroy worker and context,
+        end the thread.
+        """
+        atexit.unregister(self._stop_at_exit)
+        if not self._thread.is_alive():
+            return
+        self._teardown = teardown
+        self._stopping = True
+        self._wake_up()
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, self._thread.join)
+        os.close(self._wake)
+
+    def _stop_at_exit(self) -> None:
+        self._stopping = True
+        self._wake_up()
+        self._thread.join(DRAIN_S + POLL_S)
+
+    def cpu_seconds(self) -> float:
+        """CPU time that the thread has used so far."""
+        ident = self._thread.ident
+        if ident is None or not self._thread.is_alive():
+            return 0.0
+        return time.clock_gettime(time.pthread_getcpuclockid(ident))
+
+    # What follows runs in the thread.
+
+    @property
+    def worker(self) -> Any:
+        """The ``UCXWorker``."""
+        return self._worker
+
+    def watch(self, request: Any, buffer: Any, finished: Finished) -> None:
+        """Hold ``request`` and ``buffer`` until UCX has completed the request, then report."""
+        self._live.append(_Live(request, buffer, finished))
+
+    def deliver(self, callback: Callable[[], None]) -> None:
+        """Have the event loop call ``callback``; batched per round, order kept."""
+        self._deliveries.append(callback)
+
+    def answer(self, future: asyncio.Future[Any], value: Any) -> None:
+        """Deliver the result of a future of the loop, unless it has one."""
+        self.deliver(lambda: None if future.done() else future.set_result(value))
+
+    def _wake_up(self) -> None:
+        os.eventfd_write(self._wake, 1)
+
+    def _run(self) -> None:
+        try:
+            self._open()
+            self._go_round()
+            self._close()
+        except BaseException as error:
+            reason = f"UCX driver thread died: {type(error).__name__}: {error}"
+            self._deliveries.append(lambda: self._failed(reason))
+            self._flush()
+            raise
+
+    def _open(self) -> None:
+        api = self.library.api
+        features = (api.Feature.TAG, api.Feature.STREAM, api.Feature.WAKEUP)
+        self._context = api.UCXContext({}, features)
+        self._worker = api.UCXWorker(self._context)
+        self._worker.init_blocking_progress_mode()
+
+    def _go_round(self) -> None:
+        poller = select.epoll()
+        poller.register(self._worker.epoll_file_descriptor, select.EPOLLIN)
+        poller.register(self._wake, select.EPOLLIN)
+        try:
+            while not self._stopping:
+                self._round()
+                if self._commands or not self._worker.arm():
+                    continue
+                for descriptor, _ in poller.poll(POLL_S):
+                    if descriptor == self._wake:
+                        os.eventfd_read(self._wake)
+        finally:
+            poller.close()
+
+    def _round(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+        # Not progress_once: only this one also carries out the cancellations of endpoints in error.
+        self._worker.progress()
+        self._collect()
+        self._flush()
+
+    def _collect(self) -> None:
+        pending: list[_Live] = []
+        for live in self._live:
+            if live.request.completed:
+                self._report(live)
+            else:
+                pending.append(live)
+        self._live = pending
+
+    def _report(self, live: _Live) -> None:
+        status = int(live.request.status)
+        text = ""
+        if status != STATUS_OK:
+            try:
+                live.request.check_error()
+            except self.library.error as error:
+                text = str(error)
+        # The ucxx request must not leave this thread: its destructor may destroy an endpoint.
+        finished = live.finished
+        self.deliver(lambda: finished(status, text))
+
+    def _flush(self) -> None:
+        if not self._deliveries:
+            return
+        batch, self._deliveries = self._deliveries, []
+        loop = self._loop
+        if loop is None or loop.is_closed():
+            return
+        loop.call_soon_threadsafe(_schedule, loop, batch)
+
+    def _close(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+        self._teardown()
+        self._teardown = _nothing
+        end = time.monotonic() + DRAIN_S
+        self._worker.progress()
+        self._collect()
+        while self._live and time.monotonic() < end:
+            time.sleep(DRAIN_STEP_S)
+            self._worker.progress()
+            self._collect()
+        # Destroying the worker ends whatever is left; until then its buffers are held.
+        left, self._live = self._live, []
+        self._worker = None
+        self._context = None
+        for live in left:
+            self._report(live)
+        self._flush()
+
+
+def _nothing() -> None:
+    """Nothing to tear down."""
+
+
+def _schedule(loop: asyncio.AbstractEventLoop, batch: list[Callable[[], None]]) -> None:
+    for callback in batch:
+        loop.call_soon(callback)
+
+
+def _first(failed: Callable[[str], None], opened: asyncio.Future[str]) -> Callable[[str], None]:
+    """Failures before the thread is up are the starter's; later ones go to ``failed`` too."""
+
+    def report(reason: str) -> None:
+        if not opened.done():
+            opened.set_exception(TransportError(reason))
+        failed(reason)
+
+    return report
