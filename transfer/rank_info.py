@@ -1,98 +1,151 @@
 """What a rank tells its peers about itself, once, before any page moves.
 
-Everything that decides whether and how pages map from one rank to another is here, and nothing
-else is consulted: ``check_peer`` and ``TransferPlan`` are functions of two of these values. Facts
-of the draft layers are absent from the wire when there are no shared draft layers.
+Everything that decides whether and how pages map from one rank to another is here, and nothing else
+is consulted: ``check_peer`` and ``TransferPlan`` are functions of two of these values. Facts of the
+draft layers are absent from the wire when there are no shared draft layers.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from transfer.identity import Incarnation
 from transfer.wire import PROTOCOL_VERSION, Message
 
 Owner = Literal["target", "draft"]
+Count = Annotated[int, Field(ge=0)]
+Size = Annotated[int, Field(ge=1)]
 
 
 class PageBuffer(Message):
-    """Pages of one role of one layer: bytes ``[offset_bytes, offset_bytes + size_bytes)`` of a
-    slot of ``pool``.
-    """
+    """Pages of one role of one layer, ``size_bytes`` from ``offset_bytes`` of each slot."""
 
-    layer_id: int = Field(ge=0)
+    layer_id: Count
     """Counted over the whole model, not over a pipeline stage."""
     role: str
-    pool: int = Field(ge=0)
-    offset_bytes: int = Field(ge=0)
-    size_bytes: int = Field(ge=1)
+    offset_bytes: Count
+    size_bytes: Size
 
 
 class PageView(Message):
-    """Unit of transfer: pages of one owner in one layer group that share a geometry."""
+    """Unit of transfer: buffers of one owner in one layer group, in one pool, of one geometry.
+
+    A page is ``[num_heads, max(tokens_per_page, 1), elements_per_head]``; the pages of a block
+    follow each other at ``page_stride_bytes``.
+    """
 
     owner: Owner
-    layer_group: int = Field(ge=0)
-    num_kv_heads: int = Field(ge=0)
-    """On this rank."""
-    head_dim: int = Field(ge=0)
+    layer_group: Count
+    pool: Count
+    mapping: str
+    """How pages split between ranks: ``head_major``, ``replicated`` or ``sectioned``."""
     element: str
-    tokens_per_page: int = Field(ge=0)
+    num_heads: Size
+    """Heads on this rank, the first of which is ``first_head`` of ``total_heads``."""
+    first_head: Count
+    total_heads: Size
+    elements_per_head: Size
+    tokens_per_page: Count
     """0 for state of fixed size."""
+    pages_per_block: Size
+    page_bytes: Size
+    page_stride_bytes: Size
+    sections: tuple[int, ...] = ()
     buffers: tuple[PageBuffer, ...]
 
 
 class PageGroup(Message):
     """One layer group: which blocks live, and the pools that hold its slots."""
 
-    layer_group: int = Field(ge=0)
-    life_cycle: str
-    """Canonical text of kind, window, sinks and policy; equal text means equal liveness of blocks.
-    """
-    pool_group: int = Field(ge=0)
+    layer_group: Count
+    kind: str
+    """``attention`` (a page a block) or ``state`` (a page a sequence)."""
+    window: int | None
+    sink_blocks: Count
+    pool_group: Count
     slot_bytes: tuple[int, ...]
     """One a pool of the pool group."""
 
 
 class PageTable(Message):
-    """Layout of a rank's pages, derived from its layout plan."""
+    """Layout of a rank's transferable pages."""
 
     groups: tuple[PageGroup, ...]
     views: tuple[PageView, ...]
 
+    def group(self, layer_group: int) -> PageGroup:
+        """The group with this id. Raises KeyError."""
+        for group in self.groups:
+            if group.layer_group == layer_group:
+                return group
+        raise KeyError(f"page table has no layer group {layer_group}")
+
+    @model_validator(mode="after")
+    def _check_references(self) -> PageTable:
+        pools = {group.layer_group: len(group.slot_bytes) for group in self.groups}
+        for view in self.views:
+            if view.pool >= pools.get(view.layer_group, 0):
+                raise ValueError(
+                    f"page table: view of layer group {view.layer_group} pool {view.pool} names "
+                    "a pool that no group has"
+                )
+        return self
+
 
 class ParallelShape(Message):
-    """Sizes of the instance and this rank's place in it. dp is the number of attention data
-    parallel groups.
+    """Sizes of the instance and this rank's place in it.
+
+    ``dp`` counts attention data parallel groups inside ``tp``: attention heads are split over
+    ``tp_size / dp_size`` ranks.
     """
 
-    tp_size: int = Field(default=1, ge=1)
-    tp_rank: int = Field(default=0, ge=0)
-    pp_size: int = Field(default=1, ge=1)
-    pp_rank: int = Field(default=0, ge=0)
-    dp_size: int = Field(default=1, ge=1)
-    dp_rank: int = Field(default=0, ge=0)
-    cp_size: int = Field(default=1, ge=1)
-    cp_rank: int = Field(default=0, ge=0)
+    tp_size: Size = 1
+    tp_rank: Count = 0
+    pp_size: Size = 1
+    pp_rank: Count = 0
+    dp_size: Size = 1
+    dp_rank: Count = 0
+    cp_size: Size = 1
+    cp_rank: Count = 0
+
+    @property
+    def attention_tp_size(self) -> int:
+        """Ranks that share the heads of one sequence."""
+        return self.tp_size // self.dp_size
+
+    @property
+    def attention_tp_rank(self) -> int:
+        """This rank's place among them."""
+        return self.tp_rank % self.attention_tp_size
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> ParallelShape:
+        for name, rank, size in (
+            ("tp", self.tp_rank, self.tp_size),
+            ("pp", self.pp_rank, self.pp_size),
+            ("dp", self.dp_rank, self.dp_size),
+            ("cp", self.cp_rank, self.cp_size),
+        ):
+            if rank >= size:
+                raise ValueError(f"{name}_rank {rank} is not below {name}_size {size}")
+        if self.tp_size % self.dp_size:
+            raise ValueError(f"dp_size {self.dp_size} does not divide tp_size {self.tp_size}")
+        return self
 
 
 class EngineFacts(Message):
-    """Facts that change the numbers inside a page: unequal facts mean pages that the peer would
-    misread.
-    """
+    """Facts that change the numbers inside a page: where they differ a peer misreads pages."""
 
     model: str
     model_hash: str
-    """Digest of the configuration and weights index, so that two revisions under one name do not
-    pair.
-    """
+    """Digest of configuration and weights index: two revisions under one name do not pair."""
     rope: tuple[tuple[str, str], ...]
     """Sorted (name, value) pairs; values in canonical text."""
     kv_dtype: str
     kv_scales: str = "none"
-    """How quantised KV is scaled: ``none``, or a canonical text of granularity and scale dtype."""
+    """How quantised KV is scaled: ``none``, or canonical text of granularity and scale dtype."""
     attention: Literal["grouped", "latent"]
 
 
@@ -101,11 +154,11 @@ class RankInfo(Message):
 
     protocol: int = PROTOCOL_VERSION
     incarnation: Incarnation
-    rank: int = Field(ge=0)
+    rank: Count
     shape: ParallelShape
     layers_per_stage: tuple[int, ...]
     """Target layers of each pipeline stage, in order."""
-    tokens_per_block: int = Field(ge=1)
+    tokens_per_block: Size
     engine: EngineFacts
     num_draft_layers: int | None = Field(default=None, ge=1)
     draft_kv_dtype: str | None = None
@@ -113,6 +166,17 @@ class RankInfo(Message):
     data_host: str
     """Where this rank's data listener accepts endpoints."""
     data_port: int = Field(ge=0, lt=1 << 16)
+
+    @model_validator(mode="after")
+    def _check_stages(self) -> RankInfo:
+        if len(self.layers_per_stage) != self.shape.pp_size:
+            raise ValueError(
+                f"layers_per_stage has {len(self.layers_per_stage)} entries, "
+                f"pp_size is {self.shape.pp_size}"
+            )
+        if (self.num_draft_layers is None) != (self.draft_kv_dtype is None):
+            raise ValueError("num_draft_layers and draft_kv_dtype come together or not at all")
+        return self
 
     @model_serializer(mode="wrap")
     def _omit_absent_draft(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
