@@ -1,0 +1,98 @@
+"""Models for tests: tiny random ones of every family, and the one real small model.
+
+Tiny models have a vocabulary of 288 (the bytes and some special tokens), odd head counts and
+windows smaller than a prompt, so that grouped heads and windows are always exercised. They are
+written as Hugging Face directories.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+TEST_MODEL: Final = "PAGEFERRY_TEST_MODEL"
+"""Path of a GGUF file or directory that stands in for the default model in tests."""
+
+VOCAB: Final = 288
+SPECIALS: Final = ("<s>", "</s>", "<|user|>", "<|assistant|>")
+WINDOW: Final = 24
+
+CHAT_TEMPLATE: Final = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' }}{{ message['content'] | trim }}"
+    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+_COMMON: Final[dict[str, Any]] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": 257,
+    "initializer_range": 0.3,
+}
+
+FAMILIES: Final[dict[str, Callable[[], Any]]] = {
+    "llama": lambda: transformers.LlamaConfig(**_COMMON),
+    "qwen2": lambda: transformers.Qwen2Config(
+        **_COMMON, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**_COMMON, tie_word_embeddings=True),
+    "mistral": lambda: transformers.MistralConfig(**_COMMON, sliding_window=WINDOW),
+    "gemma3_text": lambda: transformers.Gemma3TextConfig(
+        **_COMMON,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        query_pre_attn_scalar=16,
+    ),
+}
+"""transformers model type -> configuration of a tiny model of it."""
+
+
+def write_tiny_model(family: str, directory: Path, *, seed: int = 0) -> Path:
+    """Write a random model of ``family`` with its tokenizer to ``directory / family`` and return
+    that path.
+    """
+    path = directory / family
+    config = FAMILIES[family]()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, four special tokens, a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(
+        models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIALS))
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=SPECIALS[0], eos_token=SPECIALS[1]
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def real_model_path() -> Path | None:
+    """The small real model, when this machine has it."""
+    named = os.environ.get(TEST_MODEL)
+    return Path(named) if named else None

@@ -1,0 +1,50 @@
+"""Models shared by the worker's tests, made or loaded once a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.support.models import real_model_path, write_tiny_model
+from worker.model.source import locate
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Directory of a tiny random model of a family."""
+    directory = tmp_path_factory.mktemp("models")
+
+    @cache
+    def path(family: str) -> Path:
+        return write_tiny_model(family, directory)
+
+    return path
+
+
+@pytest.fixture(scope="session")
+def reference() -> Callable[[Path], Any]:
+    """transformers' own float32 model with its own attention."""
+
+    @cache
+    def load(path: Path) -> Any:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            **locate(path).arguments(), dtype=torch.float32, attn_implementation="eager"
+        )
+        return model.eval().requires_grad_(requires_grad=False)
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """The small real model, or a skip that says how to get it."""
+    path = real_model_path()
+    if path is None:
+        pytest.skip("no real model: set PAGEFERRY_TEST_MODEL to its GGUF file")
+    return path

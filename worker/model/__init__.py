@@ -1,0 +1,3 @@
+"""Models of one rank: loading, paged attention, the forward pass of a mixed batch, tokenizer
+export.
+"""

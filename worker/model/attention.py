@@ -1,0 +1,248 @@
+"""Paged attention behind transformers' attention interface: write the new keys and values, attend
+over the pages.
+
+The runner registers this function once, loads models with ``attn_implementation=PAGED`` and passes
+``paged=StepContext`` to the forward call; transformers hands extra keyword arguments through to
+every layer. All sequences lie in one row ``[1, T]``, no mask is made by transformers. One layer
+costs one write of keys, one of values, and per decode bucket or prefill span one gather into a
+reused buffer and one scaled_dot_product_attention.
+
+Query heads of one kv head are rows of the same product (decode) or heads of a batch of kv heads
+(prefill), so that keys and values are never repeated in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from worker.model.errors import AttentionInputError
+from worker.model.step import DecodeBucket, GroupStep, PrefillSpan
+
+Pair = tuple[torch.Tensor, ...]
+"""Keys and values."""
+
+PAGED: Final = "pageferry_paged"
+
+
+class Scratch:
+    """One reused buffer for gathered pages: a fresh allocation a layer costs more in page faults
+    than the copy itself.
+    """
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self._buffer = like.new_empty(0)
+
+    def take(self, shape: Sequence[int]) -> torch.Tensor:
+        """A contiguous tensor of this shape, valid until the next call."""
+        elements = 1
+        for size in shape:
+            elements *= size
+        if self._buffer.numel() < elements:
+            self._buffer = self._buffer.new_empty(elements)
+        return self._buffer[:elements].view(*shape)
+
+
+class LayerPages:
+    """One layer's pages, as views made once.
+
+    ``pages`` is ``[num_slots, 2, num_kv_heads, tokens_per_block, head_dim]``, strided, no copy.
+    """
+
+    def __init__(self, pages: torch.Tensor, group: int) -> None:
+        if pages.ndim != 5 or pages.shape[1] != 2:
+            raise AttentionInputError(
+                "expected pages [num_slots, 2, num_kv_heads, tokens_per_block, head_dim], "
+                f"got {list(pages.shape)}"
+            )
+        self.group = group
+        self.dtype = pages.dtype
+        self.device = pages.device
+        _, _, self.num_kv_heads, self.tokens_per_block, self.head_dim = pages.shape
+        by_token = pages.permute(1, 0, 3, 2, 4)
+        self.keys, self.values = by_token[0], by_token[1]
+        """``[num_slots, tokens_per_block, num_kv_heads, head_dim]``"""
+        self.by_head = pages.permute(1, 2, 0, 3, 4)
+        """``[2, num_kv_heads, num_slots, tokens_per_block, head_dim]``"""
+
+    def write(self, step: GroupStep, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store the batch's new rows; ``key`` and ``value`` are ``[num_kv_heads, T, head_dim]``."""
+        index = (step.write_slots, step.write_offsets)
+        self.keys.index_put_(index, key.transpose(0, 1))
+        self.values.index_put_(index, value.transpose(0, 1))
+
+    def gather(self, slots: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+        """Copy of the pages of ``slots``: ``[2, num_kv_heads, len(slots), tokens_per_block,
+        head_dim]``.
+        """
+        shape = (2, self.num_kv_heads, len(slots), self.tokens_per_block, self.head_dim)
+        return torch.index_select(self.by_head, 2, slots, out=scratch.take(shape))
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How scores become weights: ``softmax(softcap * tanh(q k * scale / softcap))``; no softcap
+    leaves out the tanh.
+    """
+
+    scale: float
+    softcap: float | None
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """Everything the layers of one step share."""
+
+    layers: tuple[LayerPages, ...]
+    """By the model's layer index."""
+    groups: tuple[GroupStep, ...]
+    num_rows: int
+    scratch: Scratch
+
+
+def paged_attention(  # noqa: PLR0913  # transformers fixes the signature
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged: StepContext,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **_unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention function in transformers' sense: ``[1, heads, T, head_dim]`` in, ``[1, T, heads,
+    head_dim]`` out.
+
+    Raises:
+        AttentionInputError: device, dtype, layout or length of the arguments do not fit the pages.
+    """
+    if attention_mask is not None:
+        raise AttentionInputError("expected no attention mask: visibility follows from the step")
+    index: int = module.layer_idx  # type: ignore[assignment]  # every attention module has one
+    layer = paged.layers[index]
+    check_rows(layer, paged.num_rows, query, key, value)
+    scoring = Scoring(layer.head_dim**-0.5 if scaling is None else scaling, softcap)
+    step = paged.groups[layer.group]
+    keys, values = key[0], value[0]
+    layer.write(step, keys, values)
+    num_heads, group = query.shape[1], query.shape[1] // layer.num_kv_heads
+    # [T, kv_heads, heads per kv head, head_dim]
+    queries = query[0].transpose(0, 1).unflatten(1, (layer.num_kv_heads, group))
+    output = query.new_empty((paged.num_rows, layer.num_kv_heads, group, layer.head_dim))
+    for bucket in step.decode:
+        gathered = layer.gather(bucket.slots, paged.scratch)
+        output[bucket.rows] = _decode(bucket, queries[bucket.rows], gathered, scoring)
+    for span in step.prefill:
+        if span.slots is None:
+            seen: Pair = (keys[:, span.rows], values[:, span.rows])
+        else:
+            gathered = layer.gather(span.slots, paged.scratch).flatten(2, 3)
+            seen = gathered[:, :, span.first_key : span.end_key].unbind(0)
+        output[span.rows] = _prefill(span, queries[span.rows], seen, scoring)
+    return output.view(1, paged.num_rows, num_heads, layer.head_dim), None
+
+
+AttentionInterface.register(PAGED, paged_attention)
+
+
+def check_rows(
+    layer: LayerPages, num_rows: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> None:
+    """Raises:
+    AttentionInputError: see :func:`paged_attention`.
+    """
+    expected = (1, layer.num_kv_heads, num_rows, layer.head_dim)
+    for name, rows in (("key", key), ("value", value)):
+        if rows.shape != expected:
+            raise AttentionInputError(
+                f"expected {name} rows for every token of the step, {list(expected)}, got "
+                f"{list(rows.shape)}"
+            )
+        if rows.dtype != layer.dtype or rows.device != layer.device:
+            raise AttentionInputError(
+                f"expected {name} in {layer.dtype} on {layer.device} as the pages are, "
+                f"got {rows.dtype} on {rows.device}"
+            )
+    heads = query.shape[1]
+    if query.shape != (1, heads, num_rows, layer.head_dim) or heads % layer.num_kv_heads:
+        raise AttentionInputError(
+            f"expected query [1, multiple of {layer.num_kv_heads}, {num_rows}, {layer.head_dim}], "
+            f"got {list(query.shape)}"
+        )
+    if query.dtype != layer.dtype or query.device != layer.device:
+        raise AttentionInputError(
+            f"expected query in {layer.dtype} on {layer.device}, got {query.dtype} on "
+            f"{query.device}"
+        )
+    if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
+        raise AttentionInputError(
+            f"expected contiguous head vectors, got strides {query.stride()}, {key.stride()}, "
+            f"{value.stride()}"
+        )
+
+
+def _decode(
+    bucket: DecodeBucket, queries: torch.Tensor, gathered: torch.Tensor, scoring: Scoring
+) -> torch.Tensor:
+    """``queries`` ``[sequences, kv_heads, heads per kv head, head_dim]``; the result has the same
+    shape.
+    """
+    sequences, kv_heads, group, head_dim = queries.shape
+    keys, values = (
+        gathered.view(2, kv_heads, sequences, -1, head_dim)
+        .transpose(1, 2)[:, :, :, bucket.first_key : bucket.end_key]
+        .unbind(0)
+    )
+    mask = None if bucket.mask is None else bucket.mask.expand(-1, -1, group, -1)
+    if scoring.softcap is not None:
+        return _attend_capped(queries, keys, values, mask, scoring)
+    return scaled_dot_product_attention(queries, keys, values, mask, scale=scoring.scale)
+
+
+def _prefill(
+    span: PrefillSpan,
+    queries: torch.Tensor,
+    seen: Pair,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """``queries`` ``[n, kv_heads, heads per kv head, head_dim]``, keys and values ``[kv_heads, m,
+    head_dim]``.
+    """
+    group = queries.shape[2]
+    keys, values = (rows.unsqueeze(1).expand(-1, group, -1, -1) for rows in seen)
+    by_head = queries.permute(1, 2, 0, 3)
+    mask, causal = span.mask, span.mask is None
+    if scoring.softcap is not None:
+        if causal:
+            square = queries.new_full((len(queries), len(queries)), float("-inf"))
+            mask = square.triu_(1)
+        found = _attend_capped(by_head, keys, values, mask, scoring)
+    else:
+        found = scaled_dot_product_attention(
+            by_head, keys, values, mask, is_causal=causal, scale=scoring.scale
+        )
+    return found.permute(2, 0, 1, 3)
+
+
+def _attend_capped(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Attention with capped scores, which the fused kernels do not have. Needs a softcap."""
+    cap = scoring.softcap
+    assert cap is not None
+    scores = torch.tanh(query @ key.transpose(2, 3) * (scoring.scale / cap)) * cap
+    if mask is not None:
+        scores = scores + mask
+    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype) @ value

@@ -1,0 +1,180 @@
+"""Loading a model for inference: files checked, weights in one dtype on one device, facts beside
+the module.
+
+The module is transformers' own, in eval mode, with our paged attention. Loading reads local files
+only and never runs code that comes with a model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+from transformers.utils import logging as transformers_logging
+
+from kvcache_core.spec import ElementType, KVCacheLayerSpec
+from worker.config import ElementType as ConfiguredType
+from worker.model.attention import PAGED
+from worker.model.errors import ModelLoadError
+from worker.model.families import (
+    FAMILIES,
+    GGUF_ARCHITECTURES,
+    ModelFacts,
+    check_supported,
+    describe,
+)
+from worker.model.source import ModelSource, locate
+
+Progress = Callable[[str], None]
+
+TORCH_TYPES: Final[dict[ElementType, torch.dtype]] = {
+    ElementType.FLOAT32: torch.float32,
+    ElementType.BFLOAT16: torch.bfloat16,
+    ElementType.FLOAT16: torch.float16,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model ready to run. ``module`` is the transformers causal language model."""
+
+    module: Any
+    facts: ModelFacts
+    specs: tuple[KVCacheLayerSpec, ...]
+    eos_token_ids: tuple[int, ...]
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output layer; may exceed the tokenizer's vocabulary."""
+        return self.facts.vocab_size
+
+    @property
+    def max_position_tokens(self) -> int:
+        """Longest sequence the model was made for."""
+        return self.facts.max_position_tokens
+
+
+def load_model(
+    path: str | Path,
+    *,
+    device: str = "cpu",
+    dtype: ConfiguredType = "auto",
+    progress: Progress = lambda message: None,
+) -> LoadedModel:
+    """Load a Hugging Face directory or a GGUF file.
+
+    Args:
+        path: the directory or file.
+        device: a torch device.
+        dtype: of weights, activations and KV pages. ``auto`` is float32 on CPU, elsewhere the
+            checkpoint's type
+            (bfloat16 for GGUF).
+        progress: called with one short sentence at each stage.
+
+    Raises:
+        ModelLoadError: nothing there, unknown family, files missing, truncated or incomplete.
+    """
+    source = locate(path)
+    known = GGUF_ARCHITECTURES if source.gguf is not None else frozenset(FAMILIES)
+    check_supported(source.model_type, known)
+    started = time.monotonic()
+    progress(f"loading {source.path.name} ({source.weight_bytes / 1e6:.0f} MB)")
+    module = _read(source, _load_dtype(source, device, dtype))
+    facts = describe(module.config.to_dict())
+    target = _device(device)
+    module = module.to(target).eval().requires_grad_(requires_grad=False)
+    chosen = _element_type(module.dtype)
+    progress(
+        f"loaded {facts.family}: {sum(p.numel() for p in module.parameters()) / 1e6:.0f} M "
+        "parameters "
+        f"in {chosen.value} on {target}, {time.monotonic() - started:.1f} s"
+    )
+    return LoadedModel(
+        module=module,
+        facts=facts,
+        specs=facts.layer_specs(chosen),
+        eos_token_ids=eos_token_ids(module.config, module.generation_config),
+        device=target,
+        dtype=module.dtype,
+    )
+
+
+def _device(name: str) -> torch.device:
+    """The device with its index, as tensors on it report it."""
+    device = torch.device(name)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _load_dtype(source: ModelSource, device: str, dtype: ConfiguredType) -> torch.dtype | str:
+    if dtype != "auto":
+        return TORCH_TYPES[ElementType(dtype)]
+    if torch.device(device).type == "cpu":
+        return torch.float32
+    return torch.bfloat16 if source.gguf is not None else "auto"
+
+
+def _element_type(dtype: torch.dtype) -> ElementType:
+    for element, candidate in TORCH_TYPES.items():
+        if candidate == dtype:
+            return element
+    raise ModelLoadError(
+        f"expected weights in float32, bfloat16 or float16, the checkpoint has {dtype}; choose a "
+        "dtype"
+    )
+
+
+def _read(source: ModelSource, dtype: torch.dtype | str) -> Any:
+    """The transformers module with all its weights."""
+    try:
+        with quiet_transformers():
+            module, report = transformers.AutoModelForCausalLM.from_pretrained(
+                **source.arguments(),
+                dtype=dtype,
+                attn_implementation=PAGED,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError) as error:
+        raise ModelLoadError(f"{source.path}: transformers could not load it: {error}") from error
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise ModelLoadError(
+            f"{source.path}: the checkpoint lacks {len(missing)} weights, such as {missing[0]}"
+        )
+    if source.gguf is not None and module.config.model_type == "mistral":
+        # transformers fills in its own default of 4096 where the file has no window at all.
+        key = f"{source.gguf.architecture}.attention.sliding_window"
+        module.config.sliding_window = source.gguf.metadata.get(key)
+    return module
+
+
+def eos_token_ids(config: Any, generation_config: Any) -> tuple[int, ...]:
+    """Every id that ends a generation, ascending: those of the generation config, else of the model
+    config.
+    """
+    for source in (generation_config, config):
+        found = None if source is None else source.eos_token_id
+        if found is not None:
+            return tuple(sorted({found} if isinstance(found, int) else set(found)))
+    return ()
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars of transformers on standard error: ours are reported by callback."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
