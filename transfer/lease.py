@@ -1,22 +1,32 @@
-"""Leased pages as a session sees them: slot numbers a layer group, plus a handle it hands back
-unread.
+"""Leased pages as a session sees them: slot numbers a layer group, plus the lease, handed back.
 
 The engine owns leases. A session only says when the last access to one is over.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from kvcache_core.layout import LayoutPlan
+from transfer.plan import GroupSide
+
 
 class TransferLease(Protocol):
-    """Handle of pinned pages; ``kvcache_core``'s PageLease is one. Sessions call none of these
-    methods.
+    """Pinned pages of blocks ``[first_block, end_block)``; ``kvcache_core``'s PageLease is one.
+
+    Sessions call none of these methods: the engine does when it is told that access is over.
     """
+
+    first_block: int
+    end_block: int
+
+    def slots(self, view: int) -> npt.NDArray[np.int32]:
+        """Slots of the blocks in one view of the layout plan, -1 where no page is held."""
 
     def release(self) -> None:
         """Return the pages; the last access has ended."""
@@ -27,8 +37,9 @@ class TransferLease(Protocol):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class GroupBlocks:
-    """Slots of blocks ``first_block, first_block + 1, ...`` of one layer group, int32, -1 where no
-    page is held.
+    """Slots of blocks ``first_block, first_block + 1, ...`` of one layer group, int32.
+
+    -1 where no page is held.
     """
 
     first_block: int
@@ -46,3 +57,20 @@ class LeasedBlocks:
 
     lease: TransferLease
     groups: tuple[GroupBlocks, ...]
+
+
+def views_of_groups(layout: LayoutPlan) -> dict[int, int]:
+    """A view of each layer group: all views of a group have the same slots."""
+    return {view.layer_group: view.id for view in layout.views}
+
+
+def leased_blocks(
+    lease: TransferLease, sides: Iterable[GroupSide], views: Mapping[int, int]
+) -> LeasedBlocks:
+    """What a session needs of ``lease``: ``sides`` are our ends of the plan's groups."""
+    return LeasedBlocks(
+        lease,
+        tuple(
+            GroupBlocks(lease.first_block, lease.slots(views[side.layer_group])) for side in sides
+        ),
+    )

@@ -120,6 +120,7 @@ def page_facts(view: PageView) -> tuple[object, ...]:
         view.tokens_per_page,
         view.pages_per_block,
         view.sections,
+        view.page_bytes // view.num_heads,
     )
 
 
@@ -152,8 +153,10 @@ def _buffer_fragments(
     buffer: PageBuffer,
     heads: tuple[int, ...],
 ) -> Iterator[Fragment]:
-    if len(heads) == source.num_heads == target.num_heads and (
-        origin.size_bytes == buffer.size_bytes
+    if (
+        len(heads) == source.num_heads == target.num_heads
+        and origin.size_bytes == buffer.size_bytes
+        and source.page_stride_bytes == target.page_stride_bytes
     ):
         # All of it, padding between pages too, so that whole slots show as whole.
         yield Fragment(
