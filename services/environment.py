@@ -30,6 +30,24 @@ FORWARDED: Final = (
 machines."""
 KNOWN: Final = (CLUSTER_TOKEN, ROLE, *FORWARDED)
 
+RAY_VARIABLES: Final = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Our runtime environment is explicit; `uv run` must not send a copy of the project along.
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_DEDUP_LOGS": "0",
+    # CUDA_VISIBLE_DEVICES of workers without a GPU is our business.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+"""Must be in the environment before ray is imported."""
+PRIVATE_RAY_VARIABLES: Final = {
+    **RAY_VARIABLES,
+    # Unless it thinks that one machine is all there can be, Ray takes an address of the network.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # The pools of a worker have a fixed size; Ray's monitor would kill workers for the page cache.
+    "RAY_memory_monitor_refresh_ms": "0",
+}
+"""The same for a Ray of our own on this machine."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:

@@ -12,6 +12,7 @@ from typing import Final
 EXIT_OK: Final = 0
 EXIT_FAILURE: Final = 1
 EXIT_USAGE: Final = 2
+EXIT_INTERRUPTED: Final = 130
 
 
 class CommandError(Exception):

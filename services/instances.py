@@ -23,7 +23,17 @@ from worker.config import WorkerAddress
 logger = logging.getLogger(__name__)
 
 Report = Callable[[str, str], None]
-"""(instance name, line) for the person who watches."""
+"""(instance name, line) about a start, for the person who watches."""
+
+
+class Watcher(Protocol):
+    """The person who watches; a :class:`services.terminal.Terminal` is one."""
+
+    def update(self, part: str, text: str) -> None:
+        """``part`` is at work and has come to ``text``."""
+
+    def done(self, part: str, text: str) -> None:
+        """``part`` has finished, with ``text``."""
 
 
 class RunningInstance(Protocol):
@@ -57,8 +67,8 @@ class InstanceKeeper:
         self,
         host: InstanceHost,
         plans: Sequence[InstancePlan],
-        publish: Callable[[tuple[WorkerAddress, ...]], Awaitable[None]],
-        report: Report,
+        publish: Callable[[tuple[WorkerAddress, ...]], None],
+        watcher: Watcher,
         *,
         clock_ms: Callable[[], int] = lambda: time.monotonic_ns() // 1_000_000,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -66,7 +76,7 @@ class InstanceKeeper:
         self._host = host
         self._plans = tuple(plans)
         self._publish = publish
-        self._report = report
+        self._watcher = watcher
         self._clock_ms = clock_ms
         self._sleep = sleep
         self._live: dict[str, WorkerAddress] = {}
@@ -99,7 +109,9 @@ class InstanceKeeper:
             await self._sleep(max(0, state.start_at_ms - self._clock_ms()) / 1_000)
             state = state.started()
             try:
-                running = await self._host.start(plan, Incarnation.mint(plan.name), self._report)
+                running = await self._host.start(
+                    plan, Incarnation.mint(plan.name), self._watcher.update
+                )
             except StartError as error:
                 state = state.died(self._clock_ms())
                 if state.phase is Phase.GIVEN_UP:
@@ -108,16 +120,17 @@ class InstanceKeeper:
                 continue
             try:
                 state = state.came_up(self._clock_ms())
-                await self._set(plan.name, running.address)
+                self._set(plan.name, running.address)
+                self._watcher.done(plan.name, _place(running.address))
                 reason = await running.ended()
                 # First of all nothing more is sent to it; then what is left of it is removed.
-                await self._set(plan.name, None)
+                self._set(plan.name, None)
             finally:
                 await running.stop()
             state = state.died(self._clock_ms())
             self._tell_restart(plan, f"{running.address.incarnation} ended: {reason}", state)
 
-    async def _set(self, name: str, address: WorkerAddress | None) -> None:
+    def _set(self, name: str, address: WorkerAddress | None) -> None:
         if address is None:
             self._live.pop(name, None)
             self._all_up.clear()
@@ -125,12 +138,16 @@ class InstanceKeeper:
             self._live[name] = address
             if len(self._live) == len(self._plans):
                 self._all_up.set()
-        await self._publish(self.live)
+        self._publish(self.live)
 
     def _tell_restart(self, plan: InstancePlan, what: str, state: Supervision) -> None:
         wait_ms = max(0, state.start_at_ms - self._clock_ms())
         logger.warning("%s %s; new incarnation in %d ms", plan.name, what, wait_ms)
-        self._report(plan.name, f"restarting ({what})")
+        self._watcher.update(plan.name, f"restarting ({what})")
+
+
+def _place(address: WorkerAddress) -> str:
+    return f"up on {address.host}:{address.port} (pid {address.pid})"
 
 
 def _first(errors: ExceptionGroup[StartError]) -> StartError:

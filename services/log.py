@@ -5,14 +5,25 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Final
+from typing import Final, TextIO
+
+from typing_extensions import override
 
 LINE: Final = "%(asctime)s %(levelname)-7s %(process)d %(name)s: %(message)s"
 
 
+class StandardErrorHandler(logging.StreamHandler[TextIO]):
+    """Writes to what ``sys.stderr`` is at that moment: a live display may stand in for it."""
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def configure_logging(level: str) -> None:
     """Send the records of this process to standard error in one format."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = StandardErrorHandler()
     handler.setFormatter(logging.Formatter(LINE))
     root = logging.getLogger()
     for old in tuple(root.handlers):

@@ -42,14 +42,6 @@ class MembershipUpdate(Message):
     workers: tuple[WorkerAddress, ...]
 
 
-class Drain(Message):
-    """Take no new requests and finish those in flight; the end of the input follows."""
-
-    kind: Literal["drain"] = "drain"
-
-
-LauncherMessage = Annotated[
-    FrontEndSettings | MembershipUpdate | Drain, Field(discriminator="kind")
-]
-LAUNCHER_CODEC: Codec[FrontEndSettings | MembershipUpdate | Drain] = Codec(LauncherMessage)
+LauncherMessage = Annotated[FrontEndSettings | MembershipUpdate, Field(discriminator="kind")]
+LAUNCHER_CODEC: Codec[FrontEndSettings | MembershipUpdate] = Codec(LauncherMessage)
 """Launcher to front end."""

@@ -99,6 +99,36 @@ def plan_instances(
     )
 
 
+def plan_remote_instances(config: ServeConfig) -> tuple[InstancePlan, ...]:
+    """The same for a Ray cluster, whose machines can't be looked at from here. Raises
+    ConfigError."""
+    missing = [
+        key
+        for key, known in (
+            ("device", config.device != "auto"),
+            ("kv_cache_bytes", config.kv_cache_bytes is not None),
+            ("torch_threads", config.torch_threads is not None),
+        )
+        if not known
+    ]
+    if missing or config.kv_cache_bytes is None or config.torch_threads is None:
+        raise ConfigError(
+            f"with ray_address, expected a value for {', '.join(missing)}: "
+            "what the machines of the cluster have can't be seen from here"
+        )
+    return tuple(
+        InstancePlan(
+            name=name,
+            role=role,
+            device=config.device,
+            gpu_fraction=1.0 if config.device == "cuda" else 0.0,
+            torch_threads=config.torch_threads,
+            kv_cache_bytes=config.kv_cache_bytes,
+        )
+        for role, name in config.instances
+    )
+
+
 def _device(config: ServeConfig, machine: Machine) -> str:
     if config.device == "cuda" and not machine.gpus:
         raise ConfigError(
@@ -122,10 +152,10 @@ def estimate_weights_bytes(model: Path, *, bytes_per_parameter: int = 2) -> int:
 
 def read_machine(*, gpus: Sequence[Gpu] = ()) -> Machine:
     """Cores and memory that this process may use."""
-    return Machine(cores=_cores(), available_bytes=available_memory_bytes(), gpus=tuple(gpus))
+    return Machine(cores=usable_cores(), available_bytes=available_memory_bytes(), gpus=tuple(gpus))
 
 
-def _cores() -> int:
+def usable_cores() -> int:
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -93,8 +93,6 @@ class LiveTerminal(Terminal):
             get_renderable=self._render,
             refresh_per_second=4,
             transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
         )
         self._spinner = Spinner("dots")
         self._parts: dict[str, tuple[str, float]] = {}

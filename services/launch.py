@@ -1,0 +1,290 @@
+"""Instances as Ray actors: the one file of the services that knows Ray.
+
+Ray places, starts and kills processes; no token and no page passes through it. A private Ray
+listens on the loopback interface only and ends with the launcher, however that ends: its processes
+are tied to this one by the kernel, and actors are not detached. Call :meth:`RayHost.open` from the
+main thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from typing_extensions import override
+
+from services.environment import ROLE
+from services.errors import StartError
+from services.instances import InstanceHost, Report, RunningInstance
+from services.resources import InstancePlan
+from transfer.identity import Incarnation
+from worker.actor import RankActor
+from worker.config import WorkerAddress, WorkerConfig
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE: Final = "pageferry"
+OBJECT_STORE_BYTES: Final = 80 << 20
+"""The least Ray accepts: nothing of ours goes through it."""
+PROGRESS_POLL_S: Final = 0.25
+STOP_GRACE_S: Final = 4.0
+"""For an orderly end of an instance; after it the process is killed."""
+KILL_GRACE_S: Final = 1.0
+CALL_TIMEOUT_S: Final = 10.0
+
+MakeConfig = Callable[[InstancePlan, Incarnation, str], WorkerConfig]
+"""(plan, incarnation, host to listen on) -> configuration of the worker."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaySettings:
+    """How to reach or start Ray, and what workers find in their environment."""
+
+    address: str | None
+    """None: a private Ray on this machine."""
+    cluster_name: str
+    startup_timeout_s: float
+    worker_environment: Mapping[str, str]
+
+
+class RayHost(InstanceHost):
+    """Starts instances as actors of one Ray cluster."""
+
+    def __init__(
+        self, settings: RaySettings, make_config: MakeConfig, session_folder: str | None
+    ) -> None:
+        self._settings = settings
+        self._make_config = make_config
+        self._session_folder = session_folder
+        self._failed = False
+
+    @classmethod
+    def open(cls, settings: RaySettings, make_config: MakeConfig) -> RayHost:
+        """Start or join Ray. Blocks for seconds. Raises StartError."""
+        folder = None
+        arguments: dict[str, Any] = {
+            "namespace": NAMESPACE,
+            "logging_level": "error",
+            "log_to_driver": True,
+        }
+        if settings.address is None:
+            # Sockets lie in this folder, and their paths may not be longer than 107 characters.
+            folder = tempfile.mkdtemp(prefix="pageferry-ray-", dir="/tmp")
+            arguments |= {
+                "address": "local",
+                "num_cpus": 0,
+                "include_dashboard": False,
+                "object_store_memory": OBJECT_STORE_BYTES,
+                "_node_ip_address": "127.0.0.1",
+                "_temp_dir": folder,
+            }
+        else:
+            arguments |= {"address": settings.address}
+        try:
+            with _neutral_directory(folder):
+                ray.init(**arguments)
+        except (ConnectionError, RuntimeError, OSError, ValueError, RayError) as error:
+            ray.shutdown()
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            where = settings.address or "a private Ray on this machine"
+            raise StartError(f"Ray ({where}) cannot be used: {error}") from error
+        return cls(settings, make_config, folder)
+
+    def close(self) -> None:
+        """Leave Ray, and end it if it is a private one. Its logs stay when an instance failed."""
+        ray.shutdown()
+        if self._session_folder is None:
+            return
+        if self._failed:
+            logger.warning("logs of Ray and of the workers: %s", self.log_folder)
+        else:
+            shutil.rmtree(self._session_folder, ignore_errors=True)
+
+    @property
+    def log_folder(self) -> str:
+        """Where a private Ray keeps the output of its processes."""
+        return f"{self._session_folder}/session_latest/logs"
+
+    @override
+    async def start(
+        self, plan: InstancePlan, incarnation: Incarnation, report: Report
+    ) -> RunningInstance:
+        node_id, host = self._node_for(plan)
+        config = self._make_config(plan, incarnation, host)
+        actor = (
+            cast("Any", RankActor)
+            .options(
+                name=f"{self._settings.cluster_name}/{incarnation}",
+                num_gpus=plan.gpu_fraction,
+                runtime_env={"env_vars": self._variables(plan)},
+                scheduling_strategy=(
+                    "DEFAULT"
+                    if node_id is None
+                    else NodeAffinitySchedulingStrategy(node_id, soft=False)
+                ),
+            )
+            .remote(config.model_dump_json())
+        )
+        try:
+            address = await self._start(actor, plan, report)
+        except BaseException as error:
+            self._failed = self._failed or isinstance(error, StartError)
+            ray.kill(actor, no_restart=True)
+            raise
+        return RayInstance(actor, address, is_local=self._settings.address is None)
+
+    async def _start(self, actor: Any, plan: InstancePlan, report: Report) -> WorkerAddress:
+        deadline = time.monotonic() + self._settings.startup_timeout_s
+        report(plan.name, "starting the process")
+        started = asyncio.ensure_future(_result(actor.start.remote()))
+        try:
+            while not started.done():
+                if time.monotonic() > deadline:
+                    raise StartError(
+                        f"{plan.name} was not up after {self._settings.startup_timeout_s:.0f} s; "
+                        "raise startup_timeout_ms, or look for what it waits for in its last line"
+                    )
+                with contextlib.suppress(RayError):  # the start itself will say what is wrong
+                    for line in await _result(actor.progress.remote()):
+                        report(plan.name, line)
+                await asyncio.wait({started}, timeout=PROGRESS_POLL_S)
+            return WorkerAddress.model_validate_json(started.result())
+        except RayError as error:
+            raise StartError(f"{plan.name} cannot start: {_reason(error)}") from error
+        finally:
+            started.cancel()
+
+    def _variables(self, plan: InstancePlan) -> dict[str, str]:
+        threads = str(plan.torch_threads)
+        return {
+            **self._settings.worker_environment,
+            ROLE: plan.role,
+            # Read by the maths libraries when they load, before torch could be told.
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+        }
+
+    def _node_for(self, plan: InstancePlan) -> tuple[str | None, str]:
+        """Node and address for an instance: on a cluster, the nodes in turn."""
+        if self._settings.address is None:
+            return None, "127.0.0.1"
+        resource = "GPU" if plan.gpu_fraction else "CPU"
+        nodes = sorted(
+            (node["NodeManagerAddress"], node["NodeID"])
+            for node in ray.nodes()
+            if node["Alive"] and node["Resources"].get(resource, 0) > 0
+        )
+        if not nodes:
+            raise StartError(f"{plan.name}: no live node of the Ray cluster has a {resource}")
+        offset = 0 if plan.role == "context" else len(nodes) // 2
+        host, node_id = nodes[(int(plan.name.rsplit("-", 1)[1]) + offset) % len(nodes)]
+        return node_id, host
+
+
+class RayInstance(RunningInstance):
+    """One actor that listens."""
+
+    def __init__(self, actor: Any, address: WorkerAddress, *, is_local: bool) -> None:
+        self._actor = actor
+        self._address = address
+        self._is_local = is_local
+        self._ended = False
+
+    @property
+    @override
+    def address(self) -> WorkerAddress:
+        return self._address
+
+    @override
+    async def ended(self) -> str:
+        try:
+            return str(await _result(self._actor.wait.remote()))
+        except RayActorError:
+            return "the process died"
+        except RayError as error:
+            return _reason(error)
+
+    @override
+    async def stop(self) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        try:
+            await asyncio.wait_for(_result(self._actor.stop.remote()), STOP_GRACE_S)
+        except (RayError, TimeoutError):
+            logger.debug("%s did not end in order", self._address.incarnation)
+        finally:
+            ray.kill(self._actor, no_restart=True)
+            if self._is_local:
+                await self._make_sure()
+
+    async def _make_sure(self) -> None:
+        """A stopped (SIGSTOP) process hears no request to end; the kernel's signal always works."""
+        deadline = time.monotonic() + KILL_GRACE_S
+        while _is_alive(self._address.pid):
+            if time.monotonic() > deadline:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._address.pid, signal.SIGKILL)
+                return
+            await asyncio.sleep(0.02)
+
+
+async def _result(reference: Any) -> Any:
+    """The value of a Ray reference, without blocking the event loop."""
+    return await asyncio.wrap_future(reference.future())
+
+
+def _reason(error: RayError) -> str:
+    """What happened, without the remote traceback."""
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        return f"{type(cause).__name__}: {cause}"
+    if isinstance(error, RayActorError):
+        # The first line says what, the rest is advice about Ray.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        wanted = [line for line in lines if "Error:" in line] or lines
+        return f"the process died: {wanted[-1] if wanted else type(error).__name__}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+    except PermissionError:
+        return True
+
+
+@contextlib.contextmanager
+def _neutral_directory(parent: str | None) -> Iterator[None]:
+    """Work in an empty folder for a while.
+
+    Ray puts the current folder on the import path of workers, where a user's own ``worker`` or
+    ``services`` folder would hide ours, and its processes stay in it: so it is not removed with a
+    parent given.
+    """
+    before = os.getcwd()
+    empty = tempfile.mkdtemp(prefix="empty-", dir=parent)
+    os.chdir(empty)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+        if parent is None:
+            os.rmdir(empty)

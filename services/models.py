@@ -1,0 +1,59 @@
+"""Which model is served: a path that a user gave, or the default one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from services.config import ServeConfig
+from services.default_model import DEFAULT_MODEL, resolve
+from services.errors import ModelError
+
+GGUF_MAGIC: Final = b"GGUF"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """A model on this machine's disk."""
+
+    path: Path
+    """Absolute; a Hugging Face directory or a GGUF file."""
+    name: str
+    """In the API."""
+
+
+def find_model(
+    config: ServeConfig, cache_directory: Path, progress: Callable[[str], None]
+) -> ServedModel:
+    """The model of ``config``, the default one fetched when needed. Blocking. Raises ModelError."""
+    if config.model is None:
+        path = resolve(cache_directory=cache_directory, progress=progress)
+        return ServedModel(path=path, name=config.served_model_name or DEFAULT_MODEL.name)
+    path = Path(config.model).expanduser().absolute()
+    _check(path, config.model)
+    name = path.stem if path.is_file() else path.name
+    return ServedModel(path=path, name=config.served_model_name or name)
+
+
+def _check(path: Path, given: str) -> None:
+    expected = "expected a Hugging Face directory with a config.json, or a GGUF file"
+    if not path.exists():
+        raise ModelError(
+            f"model {given}: {expected}, got a path that does not exist; "
+            "models are not fetched by name, give the path of one on this machine"
+        )
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            found = sorted(file.name for file in path.glob("*.gguf"))
+            hint = f"; give the file itself: {path / found[0]}" if found else ""
+            raise ModelError(f"model {given}: {expected}, got a directory without one{hint}")
+        return
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(GGUF_MAGIC))
+    except OSError as error:
+        raise ModelError(f"model {given}: cannot be read: {error}") from error
+    if magic != GGUF_MAGIC:
+        raise ModelError(f"model {given}: {expected}, got a file that begins with {magic!r}")
