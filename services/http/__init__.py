@@ -1,0 +1,3 @@
+"""The OpenAI-style HTTP API of a front end. Loads no torch; :mod:`services.http.app` makes the
+application.
+"""

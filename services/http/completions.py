@@ -1,0 +1,74 @@
+"""``POST /v1/completions``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.http.answers import PromptIds
+from services.http.body import read_json_object
+from services.http.completion_answers import CompletionAnswers
+from services.http.endpoint import ApiContext, Job, answer_head, guarded, run_job
+from services.http.errors import invalid
+from services.http.prompts import Prompt, read_prompts
+from services.http.sampling import choices_per_prompt
+from services.http.schemas import parse_completion
+from services.text.detokenizer import Detokenizer
+from services.text.tokenizer import TokenIds
+
+
+def completions_router(context: ApiContext) -> APIRouter:
+    """The completion endpoint."""
+    router = APIRouter()
+
+    @router.post("/v1/completions")
+    async def completions(http: Request) -> Response:
+        body = await read_json_object(http, context.settings)
+        return await guarded(http, context, lambda: _answer(context, http, body))
+
+    return router
+
+
+async def _answer(context: ApiContext, http: Request, body: dict[str, Any]) -> Response:
+    request = parse_completion(body)
+    bounds = context.bounds(request.model)
+    if request.prompt is None:
+        raise invalid(
+            "Missing required parameter: 'prompt'.",
+            param="prompt",
+            code="missing_required_parameter",
+        )
+    given = read_prompts(request.prompt, bounds.limits.vocab_size)
+    choices_per_prompt(request, len(given), context.settings)
+    prompts = [await _encoded(context, prompt) for prompt in given]
+    job = Job(
+        request=request,
+        bounds=bounds,
+        prompts=prompts,
+        logprobs=request.logprobs,
+        endpoint="completions",
+        detokenizer=Detokenizer.of_continuation,
+    )
+    head = answer_head(job, http, "cmpl")
+    return await run_job(
+        context,
+        http,
+        job,
+        CompletionAnswers(head, context.text.vocabulary, PromptIds(prompts, request.n or 1)),
+    )
+
+
+async def _encoded(context: ApiContext, prompt: Prompt) -> TokenIds:
+    if not isinstance(prompt, str):
+        return prompt
+    tokens = await context.text.encode_prompt(prompt)
+    if not len(tokens):
+        raise invalid(
+            "Invalid 'prompt': expected at least one token, got text without any.",
+            param="prompt",
+            code="invalid_prompt",
+        )
+    return tokens
