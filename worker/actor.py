@@ -1,7 +1,7 @@
 """Ray shell around one rank of a worker: it holds no logic, only the process boundary.
 
-Ray places it, watches it and kills it; no token and no page passes through here. ``start`` and ``wait`` block for long,
-so the actor has threads for the other methods beside them.
+Ray places it, watches it and kills it; no token and no page passes through here. ``start`` and
+``wait`` block for long, so the actor has threads for the other methods beside them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ PROGRESS_LINES = 256
 
 @ray.remote(num_cpus=0, max_concurrency=4, max_restarts=0)
 class RankActor:
-    """One rank. Create with ``RankActor.options(num_gpus=...).remote(config.model_dump_json())``."""
+    """One rank. Create with
+    ``RankActor.options(num_gpus=...).remote(config.model_dump_json())``.
+    """
 
     def __init__(self, config_json: str) -> None:
         self._lines: deque[str] = deque(maxlen=PROGRESS_LINES)
@@ -38,7 +40,9 @@ class RankActor:
         return lines
 
     def wait(self) -> str:
-        """Block until the worker must end, and say why. The caller then kills the actor and starts a new incarnation."""
+        """Block until the worker must end, and say why. The caller then kills the actor and starts
+        a new incarnation.
+        """
         return self._process.wait()
 
     def stop(self) -> None:

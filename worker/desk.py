@@ -1,0 +1,192 @@
+"""The engine's state that both roles work on, and the few verbs that change it.
+
+``end`` is the only way a leg ends and ``finish`` the only way a sequence does; each happens once.
+Pages of a leg that is over go back at once, except those under a lease, which the lease book
+returns when their last access has ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from transfer.wire import pack_ints
+from worker.counters import Counters
+from worker.demand import PageDemand
+from worker.leases import LeaseBook
+from worker.legs import LegTable
+from worker.messages import FinishReason, LegEnded, LegStarted, TokenLogprob, TokenRun
+from worker.outbox import Outbox
+from worker.ports import CacheManager, CacheSequence, Clock, Draw, Transfers
+from worker.requests import LegRecord, LegState, Sequence, SequenceState, TokenList
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a leg ends."""
+
+    outcome: Literal["succeeded", "failed", "cancelled", "rejected"]
+    code: str = ""
+    message: str = ""
+    retryable: bool = False
+
+
+SUCCEEDED = Ending("succeeded")
+CANCELLED = Ending("cancelled", "cancelled", "the front end cancelled the request")
+
+
+@dataclass(eq=False, slots=True)
+class Desk:
+    """Living legs and sequences with everything that acts on them."""
+
+    manager: CacheManager
+    transfers: Transfers
+    clock: Clock
+    demand: PageDemand
+    leases: LeaseBook
+    legs: LegTable = field(default_factory=LegTable)
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+    outbox: Outbox = field(default_factory=Outbox)
+    counters: Counters = field(default_factory=Counters)
+    next_key: int = 0
+
+    def add_sequence(
+        self,
+        leg: LegRecord,
+        choices: tuple[int, ...],
+        tokens: TokenList,
+        state: SequenceState,
+        cache: CacheSequence | None = None,
+    ) -> Sequence:
+        """A new sequence; it is RUNNING exactly when it comes with pages."""
+        self.next_key += 1
+        sequence = Sequence(self.next_key, leg, choices, tokens, state, cache)
+        self.sequences[sequence.key] = sequence
+        leg.sequences[sequence.key] = sequence
+        return sequence
+
+    def finish(self, sequence: Sequence) -> None:
+        """Nothing more is wanted: verified tokens stay in the prefix tree, the pages go back."""
+        computing = sequence.state is SequenceState.RUNNING
+        sequence.enter(SequenceState.FINISHED)
+        if sequence.cache is not None:
+            if computing:
+                self.commit(sequence)
+            sequence.cache.close()
+            sequence.cache = None
+        del self.sequences[sequence.key]
+        del sequence.leg.sequences[sequence.key]
+        self.let_go(sequence)
+
+    def let_go(self, sequence: Sequence) -> None:
+        """What was held back by this sequence may start."""
+        for held in sequence.holds_back:
+            if held.state is SequenceState.HELD:
+                held.enter(SequenceState.QUEUED)
+        sequence.holds_back.clear()
+
+    def commit(self, sequence: Sequence) -> None:
+        """Enter everything final into the prefix tree."""
+        cache = sequence.cache
+        if cache is not None and cache.committed < cache.history:
+            cache.commit(sequence.tokens.span(cache.committed, cache.history))
+
+    def start(self, leg: LegRecord, cached_tokens: int) -> None:
+        """Tell once what the cache held of the prompt."""
+        if leg.started:
+            return
+        leg.started = True
+        leg.cached_tokens = min(cached_tokens, leg.prompt_tokens)
+        self.counters.cached_tokens += cached_tokens
+        self.outbox.started(
+            leg.front_end,
+            LegStarted(
+                request_id=leg.request_id,
+                leg=leg.kind,
+                prompt_tokens=leg.prompt_tokens,
+                cached_tokens=leg.cached_tokens,
+            ),
+        )
+
+    def emit(
+        self,
+        leg: LegRecord,
+        choice: int,
+        index: int,
+        token: int,
+        logprob: TokenLogprob | None,
+        finish: FinishReason | None,
+    ) -> None:
+        """One output token of one choice."""
+        self.outbox.run(
+            leg.front_end,
+            TokenRun(
+                request_id=leg.request_id,
+                choice=choice,
+                index=index,
+                tokens=pack_ints((token,)),
+                logprobs=() if logprob is None else (logprob,),
+                finish=finish,
+            ),
+        )
+
+    def emit_finish(self, leg: LegRecord, choice: int, index: int, finish: FinishReason) -> None:
+        """A choice that already has its last token, at ``index - 1``."""
+        self.outbox.run(
+            leg.front_end,
+            TokenRun(
+                request_id=leg.request_id, choice=choice, index=index, tokens=b"", finish=finish
+            ),
+        )
+
+    def withdraw(self, leg: LegRecord, reason: str) -> None:
+        """End a leg well, though its transfer is not over, because nothing is wanted of it any
+        more.
+        """
+        if leg.uses_transfer and self.leases.has_session(leg.request_id):
+            self.transfers.cancel(leg.request_id, reason)
+        self.end(leg, SUCCEEDED)
+
+    def end(self, leg: LegRecord, ending: Ending) -> None:
+        """End a leg: its one terminal event. What does not succeed takes its session along."""
+        leg.enter(LegState.ENDED)
+        for sequence in list(leg.sequences.values()):
+            sequence.holds_back.clear()
+            self.finish(sequence)
+        if leg.landing is not None:
+            leg.landing.close()
+            leg.landing = None
+        session = leg.uses_transfer and self.leases.has_session(leg.request_id)
+        if session and ending.outcome != "succeeded":
+            self.transfers.cancel(leg.request_id, ending.message)
+        self.legs.remove(leg, self.clock.now_ms())
+        self.outbox.ended(
+            leg.front_end,
+            LegEnded(
+                request_id=leg.request_id,
+                leg=leg.kind,
+                outcome=ending.outcome,
+                code=ending.code,
+                message=ending.message,
+                retryable=ending.retryable,
+                transferred_bytes=leg.transferred_bytes,
+                prefill_tokens=leg.prefill_tokens,
+            ),
+        )
+
+    def draws(self, sequence: Sequence) -> tuple[Draw, ...]:
+        """What to draw from the logits of the sequence's last token, one draw a choice."""
+        leg = sequence.leg
+        index = sequence.output_count
+        stop = leg.stop
+        banned = stop.stop_token_ids if index < stop.min_tokens else ()
+        output: npt.NDArray[np.int32] = sequence.tokens.span(
+            leg.prompt_tokens, len(sequence.tokens)
+        )
+        return tuple(
+            Draw(leg.sampling, choice, index, leg.prompt, output, banned)
+            for choice in sequence.choices
+        )

@@ -1,0 +1,218 @@
+"""The one loop of a worker: drain the inbox, admit, compute one step, commit, tell the front ends.
+
+The engine thread owns every leg, sequence, page and the model. It has no role of its own: context
+and generation legs run in the same steps. With nothing to do it sleeps on the inbox until a message
+or the next deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Values
+from dataclasses import dataclass
+
+from transfer.agent_events import AgentEvent
+from worker.admission import Bounds
+from worker.context import ContextRole
+from worker.counters import Heartbeat
+from worker.demand import PageDemand
+from worker.desk import Desk, Ending
+from worker.gauges import read_gauges
+from worker.generation import GenerationRole
+from worker.inbox import (
+    FrontEndCommand,
+    FrontEndJoined,
+    FrontEndLost,
+    Inbox,
+    InboxItem,
+    Shutdown,
+)
+from worker.intake import Intake
+from worker.leases import LeaseBook
+from worker.messages import StepOutput, WorkerGauges
+from worker.pages import PageBoard
+from worker.ports import (
+    CacheManager,
+    Clock,
+    Executor,
+    Output,
+    RowFailed,
+    Slice,
+    SliceResult,
+    Transfers,
+)
+from worker.requests import Sequence
+
+GAUGES_EVERY_MS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Bounds of requests, steps and faults."""
+
+    max_sequence_tokens: int
+    vocab_size: int
+    max_batch_tokens: int
+    max_running: int
+    quarantine_limit_blocks: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class EngineParts:
+    """What an engine is made of."""
+
+    manager: CacheManager
+    transfers: Transfers
+    executor: Executor
+    output: Output
+    clock: Clock
+    demand: PageDemand
+
+
+class Engine:
+    """Continuous batching over all legs of this worker. Used by one thread only, except
+    ``heartbeat``.
+    """
+
+    def __init__(self, parts: EngineParts, limits: EngineLimits) -> None:
+        self._parts = parts
+        self._limits = limits
+        self._desk = Desk(
+            manager=parts.manager,
+            transfers=parts.transfers,
+            clock=parts.clock,
+            demand=parts.demand,
+            leases=LeaseBook(parts.manager),
+        )
+        context = ContextRole(self._desk)
+        generation = GenerationRole(self._desk)
+        bounds = Bounds(limits.max_sequence_tokens, limits.vocab_size, limits.max_running)
+        self._intake = Intake(self._desk, context, generation, bounds)
+        self._board = PageBoard(
+            self._desk, context, generation, limits.max_batch_tokens, limits.max_running
+        )
+        self._roles = {"context": context, "generation": generation}
+        self._stopped: str | None = None
+        self._gauges: WorkerGauges | None = None
+        self._gauges_at_ms = 0
+        self.heartbeat = Heartbeat()
+
+    @property
+    def stopped(self) -> str | None:
+        """Why the engine is to end, once it is: told to stop, or too many pages in quarantine."""
+        return self._stopped
+
+    def run(self, inbox: Inbox) -> str:
+        """Loop until the engine is to end; returns the reason. Whatever it raises makes the worker
+        unusable.
+        """
+        progress = True
+        while self._stopped is None:
+            if progress:
+                items = inbox.take()
+            else:
+                self.heartbeat.idle()
+                items = inbox.wait(self._sleep_ms())
+            self.heartbeat.busy(self._parts.clock.now_ms())
+            progress = self.turn(items)
+        return self._stopped
+
+    def turn(self, items: Values[InboxItem]) -> bool:
+        """One round. False when nothing can go on without a message or the passing of time."""
+        for item in items:
+            self._receive(item)
+        self._intake.expire()
+        progress = self._stopped is None and self._advance()
+        self._parts.output.deliver(self._desk.outbox.take())
+        self._tell_gauges(now=not progress)
+        return progress
+
+    def next_timer_ms(self) -> int | None:
+        """When the engine has something to do even if no message comes."""
+        return self._intake.next_expiry_ms()
+
+    def fail_everything(self, reason: str) -> None:
+        """The worker is unusable: end every leg, so that its request can be repaired elsewhere."""
+        for leg in list(self._desk.legs):
+            self._desk.end(leg, Ending("failed", "worker_failed", reason, retryable=True))
+        self._parts.output.deliver(self._desk.outbox.take())
+
+    def _advance(self) -> bool:
+        moved = self._board.admit()
+        batch = self._board.step()
+        if not batch:
+            return moved
+        self._desk.counters.steps += 1
+        slices = [part for _, part in batch]
+        self._parts.manager.run_step(self._desk.counters.steps, slices)
+        results = self._parts.executor.execute(slices)
+        for (sequence, part), result in zip(batch, results, strict=True):
+            self._computed(sequence, part, result)
+        return True
+
+    def _computed(self, sequence: Sequence, part: Slice, result: SliceResult) -> None:
+        leg = sequence.leg
+        if leg.ended:
+            return  # another slice of the same leg failed in this step
+        if isinstance(result, RowFailed):
+            ending = Ending("failed", "bad_logits", result.reason, retryable=True)
+            self._desk.end(leg, ending)
+            return
+        assert sequence.cache is not None
+        decoding = part.start >= leg.prompt_tokens and len(part.tokens) == 1
+        if decoding:
+            self._desk.counters.decode_tokens += 1
+        else:
+            leg.prefill_tokens += len(part.tokens)
+            self._desk.counters.prefill_tokens += len(part.tokens)
+        sequence.last_step = self._desk.counters.steps
+        sequence.cache.advance(part.start + len(part.tokens))
+        self._commit(sequence)
+        self._roles[leg.kind].computed(sequence, result)
+
+    def _commit(self, sequence: Sequence) -> None:
+        """Full blocks become reusable as soon as they are computed; the tail is committed when the
+        sequence rests.
+        """
+        assert sequence.cache is not None
+        block = self._parts.demand.tokens_per_block
+        if sequence.cache.history // block > sequence.cache.committed // block:
+            self._desk.commit(sequence)
+
+    def _receive(self, item: InboxItem) -> None:
+        match item:
+            case FrontEndCommand():
+                self._intake.command(item.connection, item.message)
+            case FrontEndLost():
+                self._intake.connection_lost(item.connection)
+            case FrontEndJoined():
+                self._gauges = None
+            case Shutdown():
+                self.fail_everything(item.reason)
+                self._stopped = item.reason
+            case _:
+                self._agent_event(item)
+
+    def _agent_event(self, event: AgentEvent) -> None:
+        self._intake.agent_event(event)
+        quarantined = self._desk.leases.quarantined_blocks
+        if quarantined > self._limits.quarantine_limit_blocks:
+            reason = (
+                f"{quarantined} blocks are in quarantine, "
+                f"the limit is {self._limits.quarantine_limit_blocks}"
+            )
+            self.fail_everything(reason)
+            self._stopped = reason
+
+    def _tell_gauges(self, *, now: bool) -> None:
+        now_ms = self._parts.clock.now_ms()
+        if not now and self._gauges is not None and now_ms - self._gauges_at_ms < GAUGES_EVERY_MS:
+            return
+        gauges = read_gauges(self._desk, self._stopped or "")
+        self._gauges_at_ms = now_ms
+        if gauges != self._gauges:
+            self._gauges = gauges
+            self._parts.output.broadcast(StepOutput(gauges=gauges))
+
+    def _sleep_ms(self) -> int | None:
+        timer = self.next_timer_ms()
+        return None if timer is None else max(1, timer - self._parts.clock.now_ms())

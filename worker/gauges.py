@@ -1,0 +1,40 @@
+"""The state of a worker as front ends see it, read off the desk."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from worker.desk import Desk
+from worker.messages import WorkerGauges
+from worker.requests import LegState, SequenceState
+
+_WAITING: Final = frozenset(
+    {LegState.AWAITING_GRANT, LegState.AWAITING_ROOM, LegState.GRANTED, LegState.LANDING}
+)
+
+
+def read_gauges(desk: Desk, trouble: str) -> WorkerGauges:
+    """The state of the worker now. ``trouble`` is empty while it is ready."""
+    states = [sequence.state for sequence in desk.sequences.values()]
+    waiting = sum(leg.state in _WAITING for leg in desk.legs)
+    counters = desk.counters
+    blocks = desk.manager.block_counts()
+    return WorkerGauges(
+        ready=not trouble,
+        reason=trouble,
+        total_blocks=blocks.total,
+        free_blocks=blocks.available,
+        cached_blocks=blocks.cached,
+        running=states.count(SequenceState.RUNNING),
+        waiting=waiting + states.count(SequenceState.QUEUED) + states.count(SequenceState.HELD),
+        suspended=states.count(SequenceState.SUSPENDED),
+        transfers_in_flight=desk.leases.sessions_open,
+        quarantined_blocks=desk.leases.quarantined_blocks,
+        prefill_tokens_total=counters.prefill_tokens,
+        decode_tokens_total=counters.decode_tokens,
+        cached_tokens_total=counters.cached_tokens,
+        transferred_bytes_total=counters.transferred_bytes,
+        transferred_blocks_total=counters.transferred_blocks,
+        preemptions_total=counters.preemptions,
+        steps_total=counters.steps,
+    )

@@ -1,0 +1,246 @@
+"""Carries admission and step plans out against the real pages.
+
+The plan counts slots; the manager has the last word. Where it refuses, the youngest running
+sequence gives its pages up, never an older one for a younger, and never for pages that would stay
+empty: only a chunk of the very next step may take them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from worker.context import ContextRole
+from worker.desk import Desk, Ending
+from worker.generation import GenerationRole
+from worker.ports import Slice
+from worker.requests import LegRecord, LegState, Sequence, SequenceState
+from worker.role import Role
+from worker.scheduler import (
+    Admission,
+    Item,
+    Limits,
+    Phase,
+    Row,
+    Slots,
+    StepPlan,
+    plan_admission,
+    plan_step,
+)
+
+MAX_ENTRANTS = 256
+"""Items beyond the oldest this many are not looked at in one plan: they could not be served anyway.
+"""
+
+_LEG_PHASES = {
+    LegState.AWAITING_ROOM: Phase.GRANTING,
+    LegState.GRANTED: Phase.PROMISED,
+    LegState.LANDING: Phase.LANDING,
+    LegState.RECEIVING: Phase.RECEIVING,
+}
+_SEQUENCE_PHASES = {
+    SequenceState.QUEUED: Phase.QUEUED,
+    SequenceState.RUNNING: Phase.RUNNING,
+    SequenceState.SUSPENDED: Phase.SUSPENDED,
+}
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PageBoard:
+    """Gives pages to sequences and legs, and takes them back."""
+
+    desk: Desk
+    context: ContextRole
+    generation: GenerationRole
+    max_batch_tokens: int
+    max_running: int
+
+    def admit(self) -> bool:
+        """Give pages, and promises of pages, to whoever is next. True when somebody got
+        something.
+        """
+        items = self._items()
+        if not items:
+            return False
+        plan = plan_admission(items, self.desk.manager.available_slots(), self._limits())
+        legs = {leg.arrival: leg for leg in self.desk.legs if leg.state in _LEG_PHASES}
+        return self._carry_out(plan, legs)
+
+    def _carry_out(self, plan: Admission, legs: dict[int, LegRecord]) -> bool:
+        sequences = self.desk.sequences
+        moved = False
+        for key in plan.resume:
+            self._resume(sequences[key])  # counts as progress once it computes something
+        for key in plan.land:
+            moved |= self.generation.land(legs[-key])
+        for key in plan.admit:
+            self._open(sequences[key])
+            moved = True
+        for key in plan.grant:
+            self.generation.grant(legs[-key])
+            moved = True
+        return moved
+
+    def _items(self) -> list[Item]:
+        """Running work and the oldest entrants. A leg's key is its negated arrival number."""
+        running: list[Item] = []
+        entrants: list[Item] = []
+        for sequence in self.desk.sequences.values():
+            phase = _SEQUENCE_PHASES.get(sequence.state)
+            if phase is None:
+                continue
+            if phase is Phase.RUNNING:
+                running.append(self._running(sequence))
+            elif len(entrants) < MAX_ENTRANTS:
+                demand = self._fresh(sequence.leg, len(sequence.tokens), len(sequence.choices))
+                entrants.append(
+                    Item(sequence.key, phase, sequence.arrival, demand, len(sequence.choices))
+                )
+        for leg in self.desk.legs:
+            leg_phase = _LEG_PHASES.get(leg.state)
+            if leg_phase is None:
+                continue
+            (running if leg_phase is Phase.RECEIVING else entrants).append(
+                self._leg_item(leg, leg_phase)
+            )
+        return running + entrants if entrants else []
+
+    def _running(self, sequence: Sequence) -> Item:
+        capacity = 0 if sequence.cache is None else sequence.cache.capacity
+        target = self._target(sequence.leg, len(sequence.tokens))
+        demand = self.desk.demand.still(target, capacity)
+        return Item(sequence.key, Phase.RUNNING, sequence.arrival, demand, len(sequence.choices))
+
+    def _leg_item(self, leg: LegRecord, phase: Phase) -> Item:
+        choices = max(1, len(leg.open_choices))
+        demand = self._fresh(leg, leg.prompt_tokens, choices)
+        if phase is Phase.RECEIVING:
+            target = self._target(leg, leg.prompt_tokens)
+            demand = self.desk.demand.still(target, leg.prompt_tokens)
+        return Item(-leg.arrival, phase, (leg.arrival, 0), demand, choices)
+
+    def _fresh(self, leg: LegRecord, tokens: int, choices: int) -> Slots:
+        branches = 0 if leg.kind == "context" else choices - 1
+        return self.desk.demand.fresh(self._target(leg, tokens), branches)
+
+    def _target(self, leg: LegRecord, tokens: int) -> int:
+        """Tokens to keep room for: those known and a block to grow into, no more than it can
+        get.
+        """
+        if leg.kind == "context":
+            return leg.prompt_tokens
+        longest = leg.prompt_tokens + leg.output_limit - 1
+        return max(tokens, min(tokens + self.desk.demand.tokens_per_block, longest))
+
+    def _limits(self) -> Limits:
+        return Limits(self.max_batch_tokens, self.max_running, self.desk.manager.total_slots())
+
+    def _open(self, sequence: Sequence) -> None:
+        """Match the prefix tree. The logits of the last token are needed, so that one is always
+        computed.
+        """
+        tokens = sequence.tokens.span(0, len(sequence.tokens))
+        cache = self.desk.manager.open(sequence.leg.scope, tokens, max_match=len(tokens) - 1)
+        sequence.cache = cache
+        sequence.enter(SequenceState.RUNNING)
+        self._role(sequence.leg).opened(sequence)
+
+    def _resume(self, sequence: Sequence) -> None:
+        assert sequence.cache is not None
+        if sequence.cache.resume():
+            sequence.enter(SequenceState.RUNNING)
+
+    def _suspend(self, sequence: Sequence) -> None:
+        assert sequence.cache is not None
+        self.desk.commit(sequence)
+        sequence.cache.suspend()
+        sequence.enter(SequenceState.SUSPENDED)
+        self.desk.counters.preemptions += 1
+
+    def _role(self, leg: LegRecord) -> Role:
+        return self.context if leg.kind == "context" else self.generation
+
+    def step(self) -> list[tuple[Sequence, Slice]]:
+        """Choose the chunks of the next step and get their pages."""
+        rows = [
+            Row(sequence.key, sequence.arrival, _pending(sequence), sequence.last_step)
+            for sequence in self.desk.sequences.values()
+            if sequence.state is SequenceState.RUNNING
+        ]
+        if not rows:
+            return []
+        plan = plan_step(rows, self._limits())
+        batch = self._allocate(plan)
+        if not batch:
+            self._check_progress(plan)
+        return [(sequence, self._slice(sequence, tokens)) for sequence, tokens in batch]
+
+    def _allocate(self, plan: StepPlan) -> list[tuple[Sequence, int]]:
+        victims = list(plan.victims)
+        batch: list[tuple[Sequence, int]] = []
+        for chunk in plan.chunks:
+            sequence = self.desk.sequences[chunk.key]
+            if sequence.state is not SequenceState.RUNNING:
+                continue
+            if self._grow(sequence, chunk.tokens, victims):
+                batch.append((sequence, chunk.tokens))
+        return [pair for pair in batch if pair[0].state is SequenceState.RUNNING]
+
+    def _grow(self, sequence: Sequence, tokens: int, victims: list[int]) -> bool:
+        """Pages for the next ``tokens`` tokens, if need be those of younger sequences."""
+        assert sequence.cache is not None
+        capacity = sequence.computed + tokens
+        while not (capacity <= sequence.cache.capacity or sequence.cache.grow(capacity)):
+            while victims and self._gone(victims[0]):
+                victims.pop(0)
+            if not victims:
+                return False
+            victim = self.desk.sequences[victims[0]]
+            if victim is sequence and self._alone(sequence):
+                return False  # whoever holds the pages is a transfer; they come back when it ends
+            victims.pop(0)
+            self._suspend(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _gone(self, key: int) -> bool:
+        sequence = self.desk.sequences.get(key)
+        return sequence is None or sequence.state is not SequenceState.RUNNING
+
+    def _alone(self, sequence: Sequence) -> bool:
+        return all(
+            other is sequence or other.state is not SequenceState.RUNNING
+            for other in self.desk.sequences.values()
+        )
+
+    def _check_progress(self, plan: StepPlan) -> None:
+        """Pages that nobody will give back cannot be waited for: end the request that needs
+        them.
+        """
+        waiting = self.desk.leases.outstanding or any(
+            leg.state is LegState.RECEIVING for leg in self.desk.legs
+        )
+        if waiting:
+            return
+        for chunk in plan.chunks:
+            sequence = self.desk.sequences.get(chunk.key)
+            if sequence is not None and self._alone(sequence):
+                message = "the pages of this worker cannot hold the sequence even alone"
+                ending = Ending("failed", "out_of_pages", message, retryable=True)
+                self.desk.end(sequence.leg, ending)
+
+    def _slice(self, sequence: Sequence, tokens: int) -> Slice:
+        assert sequence.cache is not None
+        start = sequence.computed
+        end = start + tokens
+        return Slice(
+            sequence=sequence.cache.name,
+            tokens=sequence.tokens.span(start, end),
+            start=start,
+            block_tables=sequence.cache.block_tables(),
+            draws=self.desk.draws(sequence) if end == len(sequence.tokens) else (),
+        )
+
+
+def _pending(sequence: Sequence) -> int:
+    return len(sequence.tokens) - sequence.computed

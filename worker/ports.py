@@ -1,0 +1,188 @@
+"""What the engine needs from the outside, as small Protocols: pages, transfers, computation,
+output, time.
+
+The real ones are ``kvcache_core``'s manager behind the operation log, ``transfer``'s agent,
+``worker.executor``, the front-end server and the monotonic clock; tests give others. Loads no
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from transfer.identity import PeerAddress
+from transfer.lease import TransferLease
+from transfer.messages import HandoffData
+from worker.messages import SamplingParams, StepOutput, TokenLogprob
+
+
+class Clock(Protocol):
+    """Monotonic milliseconds."""
+
+    def now_ms(self) -> int:
+        """Milliseconds since some fixed moment."""
+
+
+class CacheSequence(Protocol):
+    """Pages of one sequence: ``committed <= history <= capacity`` tokens."""
+
+    @property
+    def name(self) -> int:
+        """What all ranks know it by."""
+
+    @property
+    def matched_tokens(self) -> int: ...
+
+    @property
+    def committed(self) -> int: ...
+
+    @property
+    def history(self) -> int: ...
+
+    @property
+    def capacity(self) -> int: ...
+
+    def grow(self, capacity: int) -> bool: ...
+
+    def advance(self, history: int) -> None: ...
+
+    def commit(self, tokens: npt.NDArray[np.int32]) -> None: ...
+
+    def fork(self) -> CacheSequence | None: ...
+
+    def suspend(self) -> None: ...
+
+    def resume(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+    def block_tables(self) -> tuple[npt.NDArray[np.int32], ...]: ...
+
+    def lease(self, first_block: int, end_block: int) -> TransferLease: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """Blocks of the scarcest pool group."""
+
+    total: int
+    available: int
+    """Free plus evictable."""
+    cached: int
+
+
+class CacheManager(Protocol):
+    """The pages of this worker."""
+
+    def open(
+        self, scope: bytes, tokens: npt.NDArray[np.int32], *, max_match: int
+    ) -> CacheSequence: ...
+
+    def release(self, lease: TransferLease) -> None: ...
+
+    def quarantine(self, lease: TransferLease) -> None: ...
+
+    def available_slots(self) -> tuple[int, ...]:
+        """Free and evictable slots per pool group."""
+
+    def total_slots(self) -> tuple[int, ...]:
+        """Slots per pool group that are not in quarantine."""
+
+    def block_counts(self) -> BlockCounts: ...
+
+    def run_step(self, step: int, slices: Sequence[Slice]) -> None:
+        """This step is computed now, on every rank."""
+
+
+class Transfers(Protocol):
+    """The transfer agent. Non-blocking; what happens comes back as agent events through the
+    inbox.
+    """
+
+    def grant(
+        self, request_id: str, source: PeerAddress, prompt_tokens: int, deadline_ms: int
+    ) -> None: ...
+
+    def ready(
+        self, request_id: str, first_block: int, end_block: int, lease: TransferLease
+    ) -> None: ...
+
+    def announce(self, request_id: str) -> None: ...
+
+    def ship(
+        self, request_id: str, first_block: int, end_block: int, lease: TransferLease
+    ) -> None: ...
+
+    def hand_off(self, request_id: str, handoff: HandoffData) -> None: ...
+
+    def no_decode(self, request_id: str) -> None: ...
+
+    def cancel(self, request_id: str, reason: str) -> None: ...
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Draw:
+    """One token to draw from a slice's logits."""
+
+    params: SamplingParams
+    choice: int
+    output_index: int
+    prompt_tokens: npt.NDArray[np.int32]
+    output_tokens: npt.NDArray[np.int32]
+    banned: tuple[int, ...]
+    """Tokens that may not be drawn."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Slice:
+    """Tokens ``[start, start + len(tokens))`` of one sequence, to be computed in this step."""
+
+    sequence: int
+    tokens: npt.NDArray[np.int32]
+    start: int
+    block_tables: tuple[npt.NDArray[np.int32], ...]
+    """Slot of each block, one array a layer group; -1 where stale."""
+    draws: tuple[Draw, ...]
+    """Drawn from the logits of its last token; empty for a chunk before the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One drawn token."""
+
+    token: int
+    logprob: TokenLogprob | None
+
+
+@dataclass(frozen=True, slots=True)
+class RowFailed:
+    """The logits of one slice are unusable; the others are sound."""
+
+    reason: str
+
+
+SliceResult = tuple[Drawn, ...] | RowFailed
+
+
+class Executor(Protocol):
+    """Model and sampler. When ``execute`` returns, KV of all slices is final in the pages'
+    memory.
+    """
+
+    def execute(self, slices: Sequence[Slice]) -> list[SliceResult]:
+        """One result a slice, in order. Raises only when the worker as a whole is unusable."""
+
+
+class Output(Protocol):
+    """Takes what a step produced to the front ends. Never blocks."""
+
+    def deliver(self, outputs: Sequence[tuple[int, StepOutput]]) -> None:
+        """Pairs of front-end connection and output."""
+
+    def broadcast(self, output: StepOutput) -> None:
+        """To every connected front end."""

@@ -1,0 +1,220 @@
+"""One leg of a request and its sequences: what the engine knows about them, and which changes of
+state are possible.
+
+A sequence is a list of tokens and the number of them whose KV is final. It computes what is
+pending; when nothing is pending its logits are drawn from. A leg is this worker's part of a request
+and ends exactly once. Both change state only along their transition tables; any other change raises
+``InvalidTransition``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Values
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from transfer.identity import Incarnation, PeerAddress
+from worker.messages import FinishReason, Leg, SamplingParams, StopRule
+from worker.ports import CacheSequence
+
+Tokens = npt.NDArray[np.int32]
+
+
+class InvalidTransition(RuntimeError):
+    """A change of state that the tables do not allow: a bug of the engine."""
+
+
+class SequenceState(Enum):
+    """Where a sequence stands."""
+
+    HELD = "held"
+    """Waits for another sequence of its request to compute the prompt that they share."""
+    QUEUED = "queued"
+    """Waits for pages; holds none."""
+    RUNNING = "running"
+    """Holds pages and computes."""
+    SUSPENDED = "suspended"
+    """Its pages were given to older sequences; wants them back."""
+    FINISHED = "finished"
+
+
+SEQUENCE_TRANSITIONS: Final[dict[SequenceState, frozenset[SequenceState]]] = {
+    SequenceState.HELD: frozenset({SequenceState.QUEUED, SequenceState.FINISHED}),
+    SequenceState.QUEUED: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
+    SequenceState.RUNNING: frozenset({SequenceState.SUSPENDED, SequenceState.FINISHED}),
+    SequenceState.SUSPENDED: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
+    SequenceState.FINISHED: frozenset(),
+}
+
+
+class LegState(Enum):
+    """Where a leg stands. Both roles use one table; the roles enter at different states."""
+
+    AWAITING_GRANT = "awaiting grant"
+    """Context: computes nothing before the generation worker promised room."""
+    AWAITING_ROOM = "awaiting room"
+    """Generation: not granted yet."""
+    GRANTED = "granted"
+    """Generation: room is promised, no page allocated."""
+    LANDING = "landing"
+    """Generation: announced, waiting for pages."""
+    RECEIVING = "receiving"
+    """Generation: pages are being written by the peer."""
+    COMPUTING = "computing"
+    """Its sequences are in the engine's hands."""
+    HANDING_OFF = "handing off"
+    """Context: everything is computed and shipped; waiting for the session to end."""
+    ENDED = "ended"
+
+
+LEG_TRANSITIONS: Final[dict[LegState, frozenset[LegState]]] = {
+    LegState.AWAITING_GRANT: frozenset({LegState.COMPUTING, LegState.ENDED}),
+    LegState.AWAITING_ROOM: frozenset({LegState.GRANTED, LegState.ENDED}),
+    LegState.GRANTED: frozenset({LegState.LANDING, LegState.ENDED}),
+    LegState.LANDING: frozenset({LegState.RECEIVING, LegState.ENDED}),
+    LegState.RECEIVING: frozenset({LegState.COMPUTING, LegState.ENDED}),
+    LegState.COMPUTING: frozenset({LegState.HANDING_OFF, LegState.ENDED}),
+    LegState.HANDING_OFF: frozenset({LegState.ENDED}),
+    LegState.ENDED: frozenset(),
+}
+
+
+class TokenList:
+    """Growing int32 array. Views handed out stay valid as values but not as windows on later
+    growth.
+    """
+
+    def __init__(self, *parts: Values[int] | Tokens) -> None:
+        self._data: Tokens = np.concatenate([np.asarray(part, dtype=np.int32) for part in parts])
+        self._length = len(self._data)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, token: int) -> None:
+        """Add one token; amortised O(1)."""
+        if self._length == len(self._data):
+            grown: Tokens = np.empty(max(16, 2 * self._length), dtype=np.int32)
+            grown[: self._length] = self._data[: self._length]
+            self._data = grown
+        self._data[self._length] = token
+        self._length += 1
+
+    def span(self, start: int, end: int) -> Tokens:
+        """Tokens ``[start, end)`` without a copy."""
+        if not 0 <= start <= end <= self._length:
+            raise IndexError(
+                f"token span: expected 0 <= start <= end <= {self._length}, got {start}, {end}"
+            )
+        return self._data[start:end]
+
+
+@dataclass(eq=False, slots=True)
+class LegRecord:
+    """A leg: the request as this worker got it, and how far it is."""
+
+    kind: Leg
+    request_id: str
+    front_end: int
+    """Connection that the request came by; its loss cancels the leg."""
+    arrival: int
+    prompt: Tokens
+    scope: bytes
+    sampling: SamplingParams
+    stop: StopRule
+    n: int
+    deadline_at_ms: int
+    output_limit: int
+    """Output tokens at most: ``max_tokens``, or less where the sequence would get too long."""
+    state: LegState
+    destination: Incarnation | None = None
+    source: PeerAddress | None = None
+    open_choices: set[int] = field(default_factory=set)
+    """Choices that need more tokens of this leg."""
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+    """By key; only those that are not finished."""
+    landing: CacheSequence | None = None
+    """Generation: pages that the peer writes, before they belong to a sequence."""
+    shipped_blocks: int = 0
+    started: bool = False
+    cached_tokens: int = 0
+    prefill_tokens: int = 0
+    transferred_bytes: int = 0
+
+    def enter(self, state: LegState) -> None:
+        """Change state. Raises InvalidTransition for a pair outside the table."""
+        if state not in LEG_TRANSITIONS[self.state]:
+            raise InvalidTransition(
+                f"{self.kind} leg of {self.request_id}: "
+                f"{self.state.value} cannot become {state.value}"
+            )
+        self.state = state
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.prompt)
+
+    @property
+    def uses_transfer(self) -> bool:
+        """Whether pages travel for this leg, so that the agent has a session for it."""
+        return self.destination is not None or self.source is not None
+
+    @property
+    def ended(self) -> bool:
+        """Whether its one terminal event was sent."""
+        return self.state is LegState.ENDED
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """Tokens of one choice, or of several choices that still share all of them."""
+
+    key: int
+    leg: LegRecord
+    choices: tuple[int, ...]
+    """Choices drawn from its next logits: several only while they share the prompt and nothing
+    else.
+    """
+    tokens: TokenList
+    state: SequenceState
+    cache: CacheSequence | None = None
+    holds_back: list[Sequence] = field(default_factory=list)
+    """Held sequences that start once this one has computed the prompt or is gone."""
+    last_step: int = 0
+
+    def enter(self, state: SequenceState) -> None:
+        """Change state. Raises InvalidTransition for a pair outside the table."""
+        if state not in SEQUENCE_TRANSITIONS[self.state]:
+            raise InvalidTransition(
+                f"sequence {self.key} of {self.leg.request_id}: "
+                f"{self.state.value} cannot become {state.value}"
+            )
+        self.state = state
+
+    @property
+    def arrival(self) -> tuple[int, int]:
+        """Order of service: older requests first, then lower choices."""
+        return (self.leg.arrival, self.choices[0])
+
+    @property
+    def computed(self) -> int:
+        """Tokens with final KV."""
+        return 0 if self.cache is None else self.cache.history
+
+    @property
+    def output_count(self) -> int:
+        """Output tokens that it holds."""
+        return len(self.tokens) - self.leg.prompt_tokens
+
+    def finish_of(self, token: int) -> FinishReason | None:
+        """Whether ``token``, just drawn as the next output token, ends the choice. The last token
+        counts as output.
+        """
+        if token in self.leg.stop.stop_token_ids:
+            return "stop"
+        return "length" if self.output_count + 1 >= self.leg.output_limit else None
