@@ -27,8 +27,8 @@ QUESTIONS: Final = (
 )
 MAX_TOKENS: Final = 96
 TIMEOUT_S: Final = 120.0
-TRANSFERRED_BYTES: Final = "pageferry_worker_transferred_bytes_total"
-TRANSFERRED_BLOCKS: Final = "pageferry_worker_transferred_blocks_total"
+TRANSFERRED_BYTES: Final = "pageferry_transferred_bytes_total"
+TRANSFERRED_BLOCKS: Final = "pageferry_transferred_blocks_total"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,6 +79,10 @@ class FrontEndProcess:
             self._process = process
             await self._wait_until_listening(process)
             return await process.wait()
+        except asyncio.CancelledError:
+            # Asked to stop: once the child has closed its copy too, clients are refused at once.
+            self._listener.close()
+            raise
         finally:
             self._process = None
             await self._end(process)

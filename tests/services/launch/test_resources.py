@@ -1,0 +1,112 @@
+"""How a machine is divided among instances."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.config import ServeConfig
+from services.errors import ConfigError
+from services.resources import (
+    Gpu,
+    Machine,
+    available_memory_bytes,
+    estimate_weights_bytes,
+    plan_instances,
+    plan_remote_instances,
+    read_machine,
+)
+
+GIB = 1 << 30
+
+
+def config(**values: Any) -> ServeConfig:
+    return ServeConfig.model_validate(values)
+
+
+def test_cpu_memory_and_cores_are_divided() -> None:
+    plans = plan_instances(config(), Machine(cores=8, available_bytes=16 * GIB), weights_bytes=GIB)
+    assert [(p.name, p.device, p.torch_threads, p.kv_cache_bytes) for p in plans] == [
+        ("context-0", "cpu", 4, 2 * GIB),
+        ("generation-0", "cpu", 4, 2 * GIB),
+    ]
+
+
+def test_every_instance_has_a_thread_however_many_there_are() -> None:
+    machine = Machine(cores=2, available_bytes=64 * GIB)
+    plans = plan_instances(config(context=3, generation=2), machine, weights_bytes=0)
+    assert {plan.torch_threads for plan in plans} == {1}
+
+
+def test_explicit_values_win() -> None:
+    machine = Machine(cores=8, available_bytes=GIB)
+    plans = plan_instances(
+        config(kv_cache_bytes="512MiB", torch_threads=3), machine, weights_bytes=0
+    )
+    assert {(plan.kv_cache_bytes, plan.torch_threads) for plan in plans} == {(512 << 20, 3)}
+
+
+@pytest.mark.parametrize(("gpus", "fraction"), [(1, 0.5), (2, 1.0), (4, 1.0)])
+def test_instances_share_gpus(gpus: int, fraction: float) -> None:
+    machine = Machine(
+        cores=8,
+        available_bytes=16 * GIB,
+        gpus=tuple(Gpu(name="H", free_bytes=100 * GIB) for _ in range(gpus)),
+    )
+    plans = plan_instances(config(), machine, weights_bytes=10 * GIB)
+    assert {(plan.device, plan.gpu_fraction) for plan in plans} == {("cuda", fraction)}
+    expected = int(100 * GIB * 0.9) // (2 if gpus == 1 else 1) - 11 * GIB
+    assert {plan.kv_cache_bytes for plan in plans} == {expected}
+
+
+def test_three_instances_fit_on_one_gpu_by_their_fractions() -> None:
+    machine = Machine(cores=8, available_bytes=GIB, gpus=(Gpu(name="H", free_bytes=100 * GIB),))
+    plans = plan_instances(config(aggregated=3), machine, weights_bytes=0)
+    assert sum(plan.gpu_fraction for plan in plans) <= 1.0
+
+
+def test_cpu_can_be_asked_for_beside_a_gpu() -> None:
+    machine = Machine(
+        cores=8, available_bytes=16 * GIB, gpus=(Gpu(name="H", free_bytes=100 * GIB),)
+    )
+    plans = plan_instances(config(device="cpu"), machine, weights_bytes=0)
+    assert {(plan.device, plan.gpu_fraction) for plan in plans} == {("cpu", 0.0)}
+
+
+def test_cuda_without_a_gpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected a CUDA device"):
+        plan_instances(config(device="cuda"), Machine(cores=1, available_bytes=GIB), 0)
+
+
+def test_too_little_memory_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_bytes: expected at least .* free some memory"):
+        plan_instances(config(), Machine(cores=1, available_bytes=1 << 20), 0)
+    small = Machine(cores=1, available_bytes=GIB, gpus=(Gpu(name="H", free_bytes=8 * GIB),))
+    with pytest.raises(ConfigError, match="on cuda"):
+        plan_instances(config(), small, weights_bytes=7 * GIB)
+
+
+def test_a_remote_cluster_needs_what_cannot_be_looked_up() -> None:
+    with pytest.raises(ConfigError, match="expected a value for device, kv_cache_bytes, torch"):
+        plan_remote_instances(config(ray_address="auto"))
+    plans = plan_remote_instances(
+        config(ray_address="auto", device="cuda", kv_cache_bytes="1GiB", torch_threads=2)
+    )
+    assert {(p.device, p.gpu_fraction, p.kv_cache_bytes) for p in plans} == {("cuda", 1.0, GIB)}
+
+
+def test_weights_are_estimated_from_files(tmp_path: Path) -> None:
+    (tmp_path / "model-1.safetensors").write_bytes(bytes(1_000))
+    (tmp_path / "model-2.safetensors").write_bytes(bytes(500))
+    assert estimate_weights_bytes(tmp_path) == 1_500
+    quantised = tmp_path / "model.gguf"
+    quantised.write_bytes(bytes(100))
+    assert estimate_weights_bytes(quantised) == 400
+
+
+def test_this_machine_has_something() -> None:
+    machine = read_machine()
+    assert machine.cores >= 1
+    assert machine.available_bytes == pytest.approx(available_memory_bytes(), rel=0.5)
