@@ -109,6 +109,18 @@ class LayoutPlan:
             self.layer_groups, self.pool_groups, self.tokens_per_block, quota_bytes, demand
         )
 
+    def resident_slots(self, tokens: int) -> tuple[int, ...]:
+        """Slots per pool group that a sequence with ``tokens`` tokens of final KV occupies."""
+        return tuple(
+            sum(
+                self.layer_groups[group].life_cycle.live_blocks(
+                    tokens, tokens, self.tokens_per_block
+                )
+                for group in pool.layer_groups
+            )
+            for pool in self.pool_groups
+        )
+
     def sequence_capacity_tokens(
         self, slots: Sequence[int], demand: SizingDemand = DEFAULT_DEMAND
     ) -> int:

@@ -1,0 +1,84 @@
+"""What the prefix tree tells routers: blocks stored, blocks removed, everything cleared.
+
+Only full blocks are reported. ``sequence`` counts without gaps from 0 in one incarnation, so that a
+reader that misses events (the log keeps the newest EVENT_LIMIT) notices and asks for the truth.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+EVENT_LIMIT = 65536
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlocksStored:
+    """A chain of full blocks can now be matched: ``keys`` in order, below ``parent``."""
+
+    incarnation: str
+    sequence: int
+    parent: bytes
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlocksRemoved:
+    """These full blocks cannot be matched any more."""
+
+    incarnation: str
+    sequence: int
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheCleared:
+    """No block can be matched any more."""
+
+    incarnation: str
+    sequence: int
+
+
+CacheEvent = BlocksStored | BlocksRemoved | CacheCleared
+
+
+class EventLog:
+    """Events not taken yet, oldest first."""
+
+    def __init__(self, incarnation: str) -> None:
+        self._incarnation = incarnation
+        self._next = 0
+        self._events: deque[CacheEvent] = deque(maxlen=EVENT_LIMIT)
+
+    def stored(self, parent: bytes, keys: Sequence[bytes]) -> None:
+        """Record BlocksStored."""
+        self._events.append(
+            BlocksStored(
+                incarnation=self._incarnation,
+                sequence=self._number(),
+                parent=parent,
+                keys=tuple(keys),
+            )
+        )
+
+    def removed(self, keys: Sequence[bytes]) -> None:
+        """Record BlocksRemoved."""
+        self._events.append(
+            BlocksRemoved(incarnation=self._incarnation, sequence=self._number(), keys=tuple(keys))
+        )
+
+    def cleared(self) -> None:
+        """Record CacheCleared."""
+        self._events.append(CacheCleared(incarnation=self._incarnation, sequence=self._number()))
+
+    def take(self) -> list[CacheEvent]:
+        """All events since the last call."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def _number(self) -> int:
+        number = self._next
+        self._next += 1
+        return number
