@@ -94,7 +94,7 @@ class GenerationRole(Role):
         desk = self._desk
         cache = desk.manager.open(leg.scope, leg.prompt, max_match=leg.prompt_tokens)
         matched = cache.matched_tokens
-        if not cache.grow(leg.prompt_tokens):
+        if not cache.grow_to_receive(leg.prompt_tokens):
             cache.close()
             return False
         end_block = desk.demand.blocks(leg.prompt_tokens)

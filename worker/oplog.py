@@ -40,6 +40,15 @@ class GrowSequence(Message):
     granted: bool
 
 
+class GrowToReceive(Message):
+    """``SequenceCache.grow_to_receive``; ``granted`` is what it returned on the leader."""
+
+    kind: Literal["grow_to_receive"] = "grow_to_receive"
+    sequence: int
+    capacity: int
+    granted: bool
+
+
 class AdvanceSequence(Message):
     """``SequenceCache.advance``."""
 
@@ -132,6 +141,7 @@ class RunStep(Message):
 Operation = Annotated[
     OpenSequence
     | GrowSequence
+    | GrowToReceive
     | AdvanceSequence
     | CommitSequence
     | ForkSequence

@@ -27,6 +27,7 @@ from worker.oplog import (
     CommitSequence,
     ForkSequence,
     GrowSequence,
+    GrowToReceive,
     LeaseBlocks,
     LogEntries,
     OpenSequence,
@@ -204,6 +205,12 @@ class LeaderSequence(CacheSequence):
         return granted
 
     @override
+    def grow_to_receive(self, capacity: int) -> bool:
+        granted = self._cache.grow_to_receive(capacity)
+        self._leader.record(GrowToReceive(sequence=self.name, capacity=capacity, granted=granted))
+        return granted
+
+    @override
     def advance(self, history: int) -> None:
         self._cache.advance(history)
         self._leader.record(AdvanceSequence(sequence=self.name, history=history))
@@ -318,6 +325,7 @@ class RankReplica(Follower):
     def _change(
         self,
         operation: GrowSequence
+        | GrowToReceive
         | AdvanceSequence
         | CommitSequence
         | ForkSequence
@@ -329,6 +337,9 @@ class RankReplica(Follower):
         match operation:
             case GrowSequence():
                 self._agree(operation, operation.granted, cache.grow(operation.capacity))
+            case GrowToReceive():
+                granted = cache.grow_to_receive(operation.capacity)
+                self._agree(operation, operation.granted, granted)
             case AdvanceSequence():
                 cache.advance(operation.history)
             case CommitSequence():

@@ -1,0 +1,188 @@
+"""A model that costs nothing and betrays every page mistake.
+
+Each token's "KV" is its token id and a stamp chained over everything before it. Computing a slice
+reads the chain back from the pages of the whole history and raises when any page holds anything
+but the sequence's own prefix: a page reused too early, a wrong table, bytes that never arrived.
+Tokens drawn depend on the last stamp, the seed, the choice and the output index only, so the
+expected output of a request is a pure function (:func:`fake_output`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+from kvcache_core.layout import LayoutPlan
+from kvcache_core.ports import PageCopier
+from worker.messages import SamplingParams, StopRule, TokenLogprob
+from worker.ports import Draw, Drawn, Executor, RowFailed, Slice, SliceResult
+
+MASK = (1 << 64) - 1
+ROOT_STAMP = 0x9E3779B97F4A7C15
+EMPTY = -1
+
+
+class WrongPage(AssertionError):
+    """A page holds something else than the sequence that reads it has computed."""
+
+
+class FakeMemory(PageCopier):
+    """Bytes of all pools: token id and stamp of each token of each slot, by pool group."""
+
+    def __init__(self, plan: LayoutPlan, slots: Sequence[int]) -> None:
+        shapes = [(count, plan.tokens_per_block) for count in slots]
+        self.tokens = [np.full(shape, EMPTY, dtype=np.int64) for shape in shapes]
+        self.stamps = [np.zeros(shape, dtype=np.uint64) for shape in shapes]
+
+    @override
+    def copy_slot(self, pool_group: int, source: int, target: int) -> None:
+        self.tokens[pool_group][target] = self.tokens[pool_group][source]
+        self.stamps[pool_group][target] = self.stamps[pool_group][source]
+
+    def write_slot(
+        self,
+        pool_group: int,
+        slot: int,
+        data: tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]],
+    ) -> None:
+        """What arrives of one slot from another memory."""
+        self.tokens[pool_group][slot], self.stamps[pool_group][slot] = data
+
+    def read_slot(
+        self, pool_group: int, slot: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+        """A copy of one slot, to be sent."""
+        return self.tokens[pool_group][slot].copy(), self.stamps[pool_group][slot].copy()
+
+
+def chain(stamp: int, token: int) -> int:
+    """The stamp of ``token`` after a prefix with ``stamp``."""
+    value = (stamp * 6364136223846793005 + token * 1442695040888963407 + 1) & MASK
+    return value ^ (value >> 29)
+
+
+def fake_draw(stamp: int, seed: int, choice: int, index: int, vocab_size: int) -> int:
+    """The token drawn after a prefix with ``stamp``."""
+    value = chain(chain(chain(stamp, seed & 0xFFFFFFFF), choice + 1), index + 1)
+    return (value >> 17) % vocab_size
+
+
+def draw_allowed(
+    stamp: int,
+    params: SamplingParams,
+    choice: int,
+    index: int,
+    vocab_size: int,
+    banned: Sequence[int],
+) -> int:
+    """As :func:`fake_draw`, going on to the next id while one is banned."""
+    token = fake_draw(stamp, params.seed, choice, index, vocab_size)
+    while token in banned:
+        token = (token + 1) % vocab_size
+    return token
+
+
+def fake_output(
+    prompt: Sequence[int], params: SamplingParams, stop: StopRule, choice: int, vocab_size: int
+) -> list[int]:
+    """All output tokens of one choice, by the rules and without any engine."""
+    stamp = ROOT_STAMP
+    for token in prompt:
+        stamp = chain(stamp, int(token))
+    output: list[int] = []
+    while len(output) < stop.max_tokens:
+        index = len(output)
+        banned = stop.stop_token_ids if index < stop.min_tokens else ()
+        token = draw_allowed(stamp, params, choice, index, vocab_size, banned)
+        output.append(token)
+        if token in stop.stop_token_ids:
+            break
+        stamp = chain(stamp, token)
+    return output
+
+
+class FakeExecutor(Executor):
+    """Computes slices on a :class:`FakeMemory`. Tokens in ``poison`` make their slice's logits
+    unusable.
+    """
+
+    def __init__(self, plan: LayoutPlan, memory: FakeMemory, *, vocab_size: int) -> None:
+        self._plan = plan
+        self._memory = memory
+        self._vocab_size = vocab_size
+        self.poison: set[int] = set()
+        self.batches: list[list[tuple[int, int, int]]] = []
+        """(sequence, start, tokens) of each slice of each step."""
+        self.computed_tokens = 0
+
+    @override
+    def execute(self, slices: Sequence[Slice]) -> list[SliceResult]:
+        self.batches.append([(part.sequence, part.start, len(part.tokens)) for part in slices])
+        written = self._owned_slots(slices)
+        assert len(written) == len(set(written)), "two slices write to one page in one step"
+        return [self._run(part) for part in slices]
+
+    def _owned_slots(self, slices: Sequence[Slice]) -> list[tuple[int, int]]:
+        block = self._plan.tokens_per_block
+        written = []
+        for part in slices:
+            first, end = part.start // block, -(-(part.start + len(part.tokens)) // block)
+            for group, table in zip(self._plan.layer_groups, part.block_tables, strict=True):
+                written += [(group.pool_group, int(slot)) for slot in table[first:end]]
+        return written
+
+    def _run(self, part: Slice) -> SliceResult:
+        self.computed_tokens += len(part.tokens)
+        stamps = [self._write(group, part) for group in range(len(self._plan.layer_groups))]
+        if len(set(stamps)) != 1:
+            raise WrongPage(f"sequence {part.sequence}: layer groups disagree about the prefix")
+        if part.draws and self.poison.intersection(part.tokens.tolist()):
+            return RowFailed("poisoned")
+        return tuple(self._draw(stamps[0], draw) for draw in part.draws)
+
+    def _write(self, group: int, part: Slice) -> int:
+        """Check the history in one layer group, write the new tokens, return the last stamp."""
+        layer_group = self._plan.layer_groups[group]
+        table = part.block_tables[group]
+        block = self._plan.tokens_per_block
+        tokens = self._memory.tokens[layer_group.pool_group]
+        stamps = self._memory.stamps[layer_group.pool_group]
+        stale_start, stale_end = layer_group.life_cycle.stale_range(part.start, block)
+        stamp: int | None = ROOT_STAMP
+        for position in range(part.start):
+            ordinal, offset = divmod(position, block)
+            if stale_start <= ordinal < stale_end:
+                stamp = None
+                continue
+            slot = int(table[ordinal])
+            if slot < 0:
+                raise WrongPage(f"sequence {part.sequence}: no page for block {ordinal}")
+            found = int(stamps[slot, offset])
+            if stamp is not None and found != chain(stamp, int(tokens[slot, offset])):
+                raise WrongPage(
+                    f"sequence {part.sequence}: slot {slot} of layer group {group} does not hold "
+                    f"position {position}"
+                )
+            stamp = found
+        assert stamp is not None, "a window never hides the last token"
+        for index, token in enumerate(part.tokens.tolist()):
+            ordinal, offset = divmod(part.start + index, block)
+            slot = int(table[ordinal])
+            if slot < 0:
+                raise WrongPage(f"sequence {part.sequence}: no page for block {ordinal}")
+            stamp = chain(stamp, token)
+            tokens[slot, offset], stamps[slot, offset] = token, stamp
+        return stamp
+
+    def _draw(self, stamp: int, draw: Draw) -> Drawn:
+        token = draw_allowed(
+            stamp, draw.params, draw.choice, draw.output_index, self._vocab_size, draw.banned
+        )
+        logprob = None
+        if draw.params.logprobs is not None:
+            top = tuple((token + rank, -1.0 - rank) for rank in range(draw.params.logprobs))
+            logprob = TokenLogprob(logprob=-1.0 - draw.output_index, top=top)
+        return Drawn(token, logprob)
