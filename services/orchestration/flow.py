@@ -105,6 +105,19 @@ class RequestFlow:
         self._commands.clear()
         return commands
 
+    def abort(self, message: str) -> tuple[FlowCommand, ...]:
+        """End in any state because of a bug: what the request holds is released, its legs are
+        cancelled.
+        """
+        if not self.ended:
+            self._fail(Failed("internal_error", message, 500))
+        if self.state is not FlowState.DONE:
+            self._enter(FlowState.DONE)
+            self._do(Forget())
+        commands = tuple(self._commands)
+        self._commands.clear()
+        return commands
+
     def _begin(self, _: Begin) -> None:
         plan = self._plan
         if plan.context is not None:
@@ -201,8 +214,8 @@ class RequestFlow:
         if 0 <= event.choice < len(self._choices):
             self._choices[event.choice].stop(event.index)
 
-    def _cancel(self, _: CancelRequested) -> None:
-        self._fail(Failed("cancelled", "the client closed the request", 499))
+    def _cancel(self, event: CancelRequested) -> None:
+        self._fail(event.failure)
 
     def _deadline(self, _: DeadlinePassed) -> None:
         self._fail(Failed("deadline_exceeded", "the request did not finish in time", 504))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
-from services.orchestration.api import OutputEvent
+from services.orchestration.api import Failed, OutputEvent
 from transfer.identity import Incarnation
 from worker.messages import LegEnded, LegStarted, TokenRun
 
@@ -83,9 +84,14 @@ class StopRequested:
     index: int
 
 
+CANCELLED: Final = Failed("cancelled", "the client closed the request", 499)
+
+
 @dataclass(frozen=True)
 class CancelRequested:
-    """The caller is gone."""
+    """The caller is gone, or the service is."""
+
+    failure: Failed = CANCELLED
 
 
 @dataclass(frozen=True)

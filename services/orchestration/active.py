@@ -1,0 +1,96 @@
+"""One accepted request in the shell: its flow, its stream, and what is measured of it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from router.placement import Placement, RouteRequest
+from services.orchestration.api import GenerationRequest
+from services.orchestration.flow import FlowPlan, RequestFlow
+from services.orchestration.flow_states import StartGenerate, StartPrefill
+from services.orchestration.stream import RequestStream
+from transfer.identity import PeerAddress
+from transfer.wire import pack_ints
+from worker.messages import Generate, Prefill
+
+
+@dataclass
+class ActiveRequest:
+    """Everything the shell knows of a request that has not ended on every worker."""
+
+    request: GenerationRequest
+    route: RouteRequest
+    placement: Placement
+    """The latest one: of the request, or of its last repair."""
+    stream: RequestStream
+    submitted_s: float
+    """In the clock of the event loop."""
+    packed_tokens: bytes = field(init=False, repr=False)
+    flow: RequestFlow = field(init=False)
+    disaggregated: bool = field(init=False)
+    """Its first placement had a context leg."""
+    leg_ids: list[str] = field(default_factory=list)
+    timer: asyncio.TimerHandle | None = None
+    confirmed: bool = False
+    first_token_s: float | None = None
+    last_token_s: dict[int, float] = field(default_factory=dict)
+    """By choice."""
+
+    def __post_init__(self) -> None:
+        self.disaggregated = self.placement.context is not None
+        self.packed_tokens = pack_ints(self.request.tokens)
+        plan = FlowPlan(
+            request_id=self.route.request_id,
+            prompt_tokens=self.route.prompt_tokens,
+            n=self.request.n,
+            context=self.placement.context,
+            generation=self.placement.generation,
+        )
+        self.flow = RequestFlow(plan)
+
+    @property
+    def request_id(self) -> str:
+        """Minted by the front end."""
+        return self.route.request_id
+
+    @property
+    def deadline_s(self) -> float:
+        """In the clock of the event loop."""
+        return self.submitted_s + self.request.deadline_ms / 1000
+
+    def remaining_ms(self, now_s: float) -> int:
+        """What a leg that starts now may take."""
+        return max(1, int((self.deadline_s - now_s) * 1000))
+
+    def prefill_message(self, command: StartPrefill, now_s: float) -> Prefill:
+        """The message of a context leg."""
+        request = self.request
+        return Prefill(
+            request_id=command.leg_id,
+            tokens=self.packed_tokens,
+            scope=request.scope,
+            sampling=request.sampling,
+            stop=request.stop,
+            n=request.n,
+            destination=command.destination,
+            deadline_ms=self.remaining_ms(now_s),
+        )
+
+    def generate_message(
+        self, command: StartGenerate, source: PeerAddress | None, now_s: float
+    ) -> Generate:
+        """The message of a generation leg."""
+        request = self.request
+        return Generate(
+            request_id=command.leg_id,
+            tokens=self.packed_tokens,
+            scope=request.scope,
+            sampling=request.sampling,
+            stop=request.stop,
+            n=request.n,
+            source=source,
+            emitted=tuple(map(pack_ints, command.emitted)),
+            finished=command.finished,
+            deadline_ms=self.remaining_ms(now_s),
+        )
