@@ -67,9 +67,11 @@ class LifeCycle:
         return ceil_div(capacity, tokens_per_block) - (end - start)
 
     def most_live_blocks(self, append_tokens: int, tokens_per_block: int) -> int:
-        """Most blocks a windowed sequence can hold at once while it appends ``append_tokens`` at a
-        time.
+        """Most blocks a windowed sequence holds at once while it appends ``append_tokens`` a step.
+
+        Holds as long as its committed and final tokens end in the same block between steps.
         """
         if self.window is None:
             raise ValueError("only a windowed life cycle has a bound on its live blocks")
-        return self.sink_blocks + ceil_div(self.window + append_tokens - 1, tokens_per_block) + 1
+        behind = ceil_div(self.window - 1, tokens_per_block)
+        return self.sink_blocks + behind + ceil_div(append_tokens - 1, tokens_per_block) + 1
