@@ -37,6 +37,11 @@ class FrontEndProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._listening = asyncio.Event()
 
+    @property
+    def pid(self) -> int | None:
+        """Of the front end that runs now."""
+        return None if self._process is None else self._process.pid
+
     async def listening(self) -> None:
         """Wait until the front end answers on its port."""
         await self._listening.wait()

@@ -259,14 +259,14 @@ class _Launch:
         """Ask the service itself: it is ready when a request went through its workers."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._config.host, self._config.host)
         while True:
-            state = await asyncio.to_thread(_ask_ready, host, port)
+            state = await asyncio.to_thread(ask_ready, host, port)
             if state == "ready":
                 return
             self._terminal.update("service", state)
             await asyncio.sleep(READY_POLL_S)
 
 
-def _ask_ready(host: str, port: int) -> str:
+def ask_ready(host: str, port: int) -> str:
     """``ready``, or why not."""
     connection = http.client.HTTPConnection(host, port, timeout=READY_TIMEOUT_S)
     try:

@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +27,13 @@ EXPORT_TIMEOUT_S: Final = 300.0
 WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
-async def exported_tokenizer(model: Path, cache_directory: Path) -> Path:
+EXPORTER: Final = ("-P", "-m", "worker.model.export_tokenizer")
+"""Arguments of Python, followed by the model and the folder to write to."""
+
+
+async def exported_tokenizer(
+    model: Path, cache_directory: Path, *, exporter: Sequence[str] = EXPORTER
+) -> Path:
     """Folder with ``tokenizer.json`` and what belongs to it. Raises ModelError."""
     target = cache_directory / "tokenizers" / identity(model)
     if target.is_dir():
@@ -40,7 +47,7 @@ async def exported_tokenizer(model: Path, cache_directory: Path) -> Path:
             "set XDG_CACHE_HOME to a folder that can be written"
         ) from error
     try:
-        await _export(model, Path(work))
+        await _export(model, Path(work), exporter)
         try:
             os.rename(work, target)
         except OSError:
@@ -70,9 +77,9 @@ def identity(model: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-async def _export(model: Path, target: Path) -> None:
+async def _export(model: Path, target: Path, exporter: Sequence[str]) -> None:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "worker.model.export_tokenizer", str(model), str(target)),
+        *(sys.executable, *exporter, str(model), str(target)),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
