@@ -13,10 +13,10 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-from kvcache_core.manager import UnifiedKVCacheManager
 from typing_extensions import override
 
 from kvcache_core.lease import PageLease
+from kvcache_core.manager import UnifiedKVCacheManager
 from kvcache_core.sequence import SequenceCache
 from transfer.lease import TransferLease
 from transfer.wire import pack_ints, unpack_ints

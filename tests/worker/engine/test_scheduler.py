@@ -99,7 +99,7 @@ def test_pages_are_given_oldest_first_and_taken_youngest_first() -> None:
 
 def test_more_decoding_sequences_than_budget_take_turns() -> None:
     limits = Limits(max_batch_tokens=2, max_running=8, total=(10,))
-    last = {key: 0 for key in range(5)}
+    last = dict.fromkeys(range(5), 0)
     for step in range(1, 11):
         for key in chunks([row(key, 1, last[key]) for key in last], limits):
             last[key] = step
