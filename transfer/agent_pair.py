@@ -1,0 +1,347 @@
+"""One peer in one direction: its link, its data endpoint, and the sessions that run over them.
+
+Carries out what sessions command and tells them what happened, in that order of importance:
+posts are made in the order commanded, every post is told as ended exactly once, and the loss of the
+peer is told before the posts that it broke. A lost pair is never revived; it stays until its last
+session is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, Protocol, assert_never
+
+from transfer.agent_counters import BusyClock, TransferCounters, failure_kind
+from transfer.agent_events import AgentEvent, LeaseEnded, LeaseInDoubt, SessionEnded
+from transfer.control import ControlLink
+from transfer.identity import Incarnation
+from transfer.lease import TransferLease
+from transfer.messages import Grant, SessionMessage
+from transfer.outcome import Outcome, PeerFate, PostStatus
+from transfer.plan import TransferPlan
+from transfer.rank_info import RankInfo
+from transfer.region import Post
+from transfer.session import Session
+from transfer.session_commands import (
+    ArmDeadline,
+    Command,
+    DropPeer,
+    PostReceives,
+    PostSends,
+    Report,
+    SendControl,
+)
+from transfer.session_events import (
+    DeadlinePassed,
+    FailureReported,
+    PeerDied,
+    PeerLost,
+    PostEnded,
+)
+from transfer.story import InvalidTransition
+from transfer.transport import Completion, Endpoint, PageMemory, Transport
+
+logger = logging.getLogger(__name__)
+
+
+class Side(Enum):
+    """Which end of its pairs' transfers this process is."""
+
+    CONTEXT = "context"
+    GENERATION = "generation"
+
+
+class PairOwner(Protocol):
+    """What a pair tells the agent, in the loop."""
+
+    def deliver(self, event: AgentEvent) -> None:
+        """Hand to the engine."""
+
+    def granted(self, pair: Pair, grant: Grant) -> None:
+        """A generation rank grants a request (context side)."""
+
+    def session_closed(self, pair: Pair, session: Session) -> None:
+        """Nothing of this session is left."""
+
+    def pair_lost(self, pair: Pair) -> None:
+        """The pair is of no further use; its sessions have been told."""
+
+    def known_dead(self, incarnation: Incarnation) -> bool:
+        """Whether somebody who can know has said that this process is dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldPost:
+    session: Session
+    command: PostSends | PostReceives
+
+
+class Pair:
+    """Made when the handshake is over; the link is given right after."""
+
+    def __init__(
+        self,
+        *,
+        side: Side,
+        peer: RankInfo,
+        plan: TransferPlan,
+        transport: Transport,
+        memory: PageMemory,
+        owner: PairOwner,
+        counters: TransferCounters,
+    ) -> None:
+        self.side: Final = side
+        self.peer: Final = peer
+        self.plan: Final = plan
+        self.bound: Final[asyncio.Future[None]] = asyncio.get_running_loop().create_future()
+        """Done when the data endpoint is there; failed when the pair was lost before."""
+        self.torn_down: Final = asyncio.Event()
+        self._transport = transport
+        self._memory = memory
+        self._owner = owner
+        self._counters = counters
+        self._clock = BusyClock(counters)
+        self._loop = asyncio.get_running_loop()
+        self._link: ControlLink | None = None
+        self._endpoint: Endpoint | None = None
+        self._sessions: dict[str, Session] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._held: deque[_HeldPost] = deque()
+        self._broken: list[tuple[Session, int, PostStatus]] = []
+        self._doubtful: list[TransferLease] = []
+        self._losing: asyncio.Task[None] | None = None
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        # A failed pair is seen by its sessions too; nobody has to await this.
+        self.bound.add_done_callback(lambda future: future.cancelled() or future.exception())
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """Whom this pair is with."""
+        return self.peer.incarnation
+
+    @property
+    def open(self) -> bool:
+        """Whether new sessions may start."""
+        return self._link is not None and self._link.open and self._losing is None
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """Transports in use; empty before the endpoint is bound."""
+        return self._endpoint.lanes if self._endpoint is not None else ()
+
+    @property
+    def sessions(self) -> tuple[Session, ...]:
+        """Sessions that are not closed."""
+        return tuple(self._sessions.values())
+
+    async def quiet(self) -> None:
+        """Wait until the pair is torn down and every request posted on it has ended."""
+        await self.torn_down.wait()
+        await self._quiet.wait()
+
+    def attach(self, link: ControlLink) -> None:
+        """Give the link."""
+        self._link = link
+
+    def bind(self, endpoint: Endpoint) -> None:
+        """Give the data endpoint; posts that waited for it are made now."""
+        if self._losing is not None:
+            self._loop.create_task(self._transport.close_endpoint(endpoint))
+            return
+        self._endpoint = endpoint
+        endpoint.on_lost(lambda reason: self.drop(f"data endpoint: {reason}"))
+        self.bound.set_result(None)
+        while self._held:
+            held = self._held.popleft()
+            self._post(held.session, held.command)
+
+    def send(self, message: SessionMessage) -> None:
+        """A message of no session."""
+        if self._link is not None:
+            self._link.send(message)
+
+    def refuse(self, *reasons: str) -> None:
+        """Tell the peer why, then lose it."""
+        if self._link is not None:
+            self._link.refuse(*reasons)
+
+    def drop(self, reason: str) -> None:
+        """Lose the peer from this side."""
+        if self._link is not None:
+            self._link.end(reason)
+
+    def add(self, session: Session) -> None:
+        """A new session."""
+        self._sessions[session.session] = session
+        self._counters.sessions_total += 1
+        self._counters.sessions_in_flight += 1
+
+    def received(self, message: SessionMessage) -> None:
+        """A message of the peer; those of forgotten sessions are late and harmless."""
+        if isinstance(message, Grant) and message.session not in self._sessions:
+            self._owner.granted(self, message)
+            return
+        session = self._sessions.get(message.session)
+        if session is None:
+            return
+        try:
+            commands = session.handle(message, self._now_ms())
+        except InvalidTransition as error:
+            self.refuse(f"protocol: {error}")
+        else:
+            self._carry_out(session, message, commands)
+
+    def drive(self, session: Session, event: object) -> None:
+        """Tell a session something that happened on this side.
+
+        Raises InvalidTransition or ValueError, with nothing changed, for what may not happen.
+        """
+        self._carry_out(session, event, session.handle(event, self._now_ms()))
+
+    def link_ended(self, reason: str) -> None:
+        """The link's one end."""
+        self._losing = self._loop.create_task(self._lose(reason))
+
+    def peer_dead(self) -> None:
+        """The peer's process is known dead, or has said that it is through with this pair."""
+        for session in self.sessions:
+            self.drive(session, PeerDied())
+
+    async def _lose(self, reason: str) -> None:
+        if not self.bound.done():
+            self.bound.set_exception(ConnectionError(reason))
+        if self._endpoint is not None:
+            await self._transport.close_endpoint(self._endpoint)
+        dead = self._owner.known_dead(self.incarnation)
+        fate = PeerFate.DEAD if dead else PeerFate.UNKNOWN
+        if self._sessions:
+            logger.warning(
+                "lost %s with %d sessions: %s", self.incarnation, len(self._sessions), reason
+            )
+        held, self._held = self._held, deque()
+        for session in self.sessions:
+            self.drive(session, PeerLost(reason, fate))
+        for entry in held:
+            for post in entry.command.posts:
+                self.drive(entry.session, PostEnded(post.id, PostStatus.REVOKED))
+        broken, self._broken = self._broken, []
+        self.torn_down.set()
+        for session, post_id, status in broken:
+            self.drive(session, PostEnded(post_id, status))
+        self._owner.pair_lost(self)
+
+    def _carry_out(self, session: Session, event: object, commands: tuple[Command, ...]) -> None:
+        for command in commands:
+            match command:
+                case SendControl():
+                    if self._link is not None:
+                        self._link.send(command.message)
+                case PostSends() | PostReceives():
+                    self._post(session, command)
+                case Report():
+                    self._report(command.event, event)
+                case ArmDeadline():
+                    self._arm(session, command.at_ms)
+                case DropPeer():
+                    self.drop(command.reason)
+                case _:
+                    assert_never(command)
+        if session.closed:
+            self._forget(session)
+
+    def _post(self, session: Session, command: PostSends | PostReceives) -> None:
+        endpoint = self._endpoint
+        if endpoint is None:
+            self._held.append(_HeldPost(session, command))
+            return
+        for post in command.posts:
+            region = post.region
+            buffer = self._memory.region(
+                region.pool_group, region.pool, region.first_slot, region.num_slots
+            )
+            self._clock.begin(self._loop.time())
+            self._quiet.clear()
+            ended = self._ended_callback(session, post)
+            if isinstance(command, PostSends):
+                endpoint.post_send(buffer, command.tag, ended)
+            else:
+                endpoint.post_receive(buffer, command.tag, ended)
+
+    def _ended_callback(self, session: Session, post: Post) -> Callable[[Completion], None]:
+        return lambda completion: self._post_ended(session, post, completion)
+
+    def _post_ended(self, session: Session, post: Post, completion: Completion) -> None:
+        done = completion.status is PostStatus.DONE
+        self._clock.end(self._loop.time(), post.size_bytes if done else 0)
+        if not self._clock.open:
+            self._quiet.set()
+        endpoint = self._endpoint
+        if not done and endpoint is not None and not endpoint.alive and not self._lost():
+            # The loss of the peer is the cause; its sessions hear of that first.
+            self._broken.append((session, post.id, completion.status))
+            self.drop(f"data endpoint: {completion.reason}")
+            return
+        if not done:
+            logger.warning(
+                "post %d of session %s: %s, %s",
+                post.id,
+                session.session,
+                completion.status.value,
+                completion.reason,
+            )
+        self.drive(session, PostEnded(post.id, completion.status))
+
+    def _lost(self) -> bool:
+        return self.torn_down.is_set()
+
+    def _report(self, event: AgentEvent, cause: object) -> None:
+        match event:
+            case SessionEnded():
+                self._counters.bytes_total += event.transferred_bytes
+                self._counters.blocks_total += event.transferred_blocks
+                if event.outcome is not Outcome.SUCCEEDED:
+                    self._counters.failures[failure_kind(cause)] += 1
+            case LeaseInDoubt():
+                self._doubtful.append(event.lease)
+                self._counters.leases_in_doubt += 1
+            case LeaseEnded():
+                left = [lease for lease in self._doubtful if lease is not event.lease]
+                self._counters.leases_in_doubt -= len(self._doubtful) - len(left)
+                self._doubtful = left
+            case _:
+                pass
+        self._owner.deliver(event)
+
+    def _arm(self, session: Session, at_ms: int) -> None:
+        timer = self._timers.pop(session.session, None)
+        if timer is not None:
+            timer.cancel()
+        self._timers[session.session] = self._loop.call_at(at_ms / 1000, self._expire, session)
+
+    def _expire(self, session: Session) -> None:
+        self._timers.pop(session.session, None)
+        self.drive(session, DeadlinePassed())
+
+    def _forget(self, session: Session) -> None:
+        if self._sessions.pop(session.session, None) is None:
+            return
+        self._counters.sessions_in_flight -= 1
+        timer = self._timers.pop(session.session, None)
+        if timer is not None:
+            timer.cancel()
+        self._owner.session_closed(self, session)
+
+    def _now_ms(self) -> int:
+        return int(self._loop.time() * 1000)
+
+
+def fail_session(pair: Pair, session: Session, reason: str) -> None:
+    """End a session that this side used wrongly, or cannot go on with."""
+    logger.error("session %s of request %s: %s", session.session, session.request_id, reason)
+    pair.drive(session, FailureReported(reason))

@@ -1,0 +1,352 @@
+"""Connections of a transfer agent to its peers, cached by incarnation and never by address.
+
+Dials context ranks when asked, accepts generation ranks, binds data endpoints to the peers that
+were authenticated, and keeps lost pairs until their last session is closed. A process that returns
+over a new connection has closed its endpoint of the old one first: that, and its death, are the
+two proofs that end a doubt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+from transfer.agent_config import AgentConfig
+from transfer.agent_pair import Pair, Side
+from transfer.auth import AuthenticationError, mint_nonce
+from transfer.compatibility import check_peer
+from transfer.control import (
+    HANDSHAKE_FAILURES,
+    ControlConnection,
+    ControlLink,
+    HandshakeError,
+    PeerRefusedError,
+    describe,
+    prove_as_context,
+    prove_as_generation,
+    read_introduction,
+    refuse,
+)
+from transfer.identity import Incarnation, PeerAddress
+from transfer.messages import Introduction
+from transfer.rank_info import RankInfo
+from transfer.transport import (
+    OPENING_BYTES,
+    Endpoint,
+    Transport,
+    TransportAddress,
+    TransportError,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_HANDSHAKES: Final = 64
+"""Accepted connections that have not introduced themselves; more are closed at once."""
+
+
+class PeerConnector:
+    """All pairs of one agent."""
+
+    def __init__(
+        self,
+        *,
+        info: RankInfo,
+        config: AgentConfig,
+        transport: Transport,
+        make_pair: Callable[[Side, RankInfo], Pair],
+    ) -> None:
+        self.info = info
+        self.refusals: Final[dict[str, tuple[str, ...]]] = {}
+        """Reasons by incarnation, of peers that this side found unfit."""
+        self._config = config
+        self._transport = transport
+        self._make_pair = make_pair
+        self._connect_s = config.timing.connect_ms / 1000
+        self._pairs: dict[tuple[Side, Incarnation], Pair] = {}
+        self._lost: list[Pair] = []
+        self._dials: dict[Incarnation, asyncio.Task[Pair]] = {}
+        self._openings: dict[bytes, asyncio.Future[Endpoint]] = {}
+        self._dead: set[Incarnation] = set()
+        self._handshakes = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._accepting: set[asyncio.Task[Any]] = set()
+        self._server: asyncio.Server | None = None
+
+    @property
+    def open_pairs(self) -> tuple[Pair, ...]:
+        """Pairs that work."""
+        return tuple(pair for pair in tuple(self._pairs.values()) if pair.open)
+
+    async def start(self) -> PeerAddress:
+        """Listen for data endpoints and for control connections."""
+        data = await self._transport.start(self._accept_endpoint)
+        self.info = self.info.model_copy(update={"data_host": data.host, "data_port": data.port})
+        self._server = await asyncio.start_server(
+            self._accept_control, self._config.host, self._config.control_port
+        )
+        port: int = self._server.sockets[0].getsockname()[1]
+        return PeerAddress(
+            incarnation=self.info.incarnation, host=self._config.host, control_port=port
+        )
+
+    async def close(self) -> None:
+        """End every pair, then the transport."""
+        if self._server is not None:
+            self._server.close()
+        tasks = (*self._dials.values(), *self._tasks, *self._accepting)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.drop_all("this worker is stopping")
+        for pair in (*self._pairs.values(), *self._lost):
+            await pair.torn_down.wait()
+        await self._transport.close()
+        # The last endings are callbacks of the loop.
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    def drop_all(self, reason: str) -> None:
+        """Lose every peer from this side."""
+        for pair in tuple(self._pairs.values()):
+            pair.drop(reason)
+
+    def open_pair(self, side: Side, incarnation: Incarnation) -> Pair | None:
+        """The working pair with this incarnation, if there is one."""
+        pair = self._pairs.get((side, incarnation))
+        return pair if pair is not None and pair.open else None
+
+    async def pair_with(self, address: PeerAddress) -> Pair:
+        """The pair with this context rank, dialled if need be. Raises HandshakeError."""
+        pair = self.open_pair(Side.GENERATION, address.incarnation)
+        if pair is not None:
+            return pair
+        if address.incarnation in self._dead:
+            raise HandshakeError("this incarnation is dead; place the request elsewhere")
+        refusal = self.refusals.get(str(address.incarnation))
+        if refusal is not None:
+            raise PeerRefusedError(*refusal)
+        dial = self._dials.get(address.incarnation)
+        if dial is None:
+            dial = asyncio.get_running_loop().create_task(self._dial(address))
+            self._dials[address.incarnation] = dial
+            dial.add_done_callback(lambda _: self._dials.pop(address.incarnation, None))
+        # One dial serves all who wait; one of them giving up must not end it.
+        try:
+            return await asyncio.shield(dial)
+        except asyncio.CancelledError:
+            if dial.cancelled():
+                raise HandshakeError("this worker is stopping") from None
+            raise
+
+    def lost(self, pair: Pair) -> None:
+        """A pair was torn down."""
+        key = (pair.side, pair.incarnation)
+        if self._pairs.get(key) is pair:
+            del self._pairs[key]
+        if pair.sessions:
+            self._lost.append(pair)
+
+    def is_dead(self, incarnation: Incarnation) -> bool:
+        """Whether :meth:`mark_dead` was called."""
+        return incarnation in self._dead
+
+    def mark_dead(self, incarnation: Incarnation) -> None:
+        """The process is dead: lose what is open, end what is in doubt."""
+        self._dead.add(incarnation)
+        for side in Side:
+            pair = self._pairs.get((side, incarnation))
+            if pair is not None:
+                pair.drop(f"{incarnation} is dead")
+        for pair in self._lost_with(incarnation):
+            pair.peer_dead()
+        self.prune()
+
+    def _lost_with(self, incarnation: Incarnation) -> list[Pair]:
+        return [pair for pair in self._lost if pair.incarnation == incarnation]
+
+    def prune(self) -> None:
+        """Forget lost pairs whose last session is closed."""
+        self._lost = [pair for pair in self._lost if pair.sessions]
+
+    async def _end_earlier(self, side: Side, incarnation: Incarnation) -> None:
+        """Before this side shows itself over a new connection, its part of an older one is over."""
+        pair = self._pairs.get((side, incarnation))
+        earlier = [p for p in self._lost_with(incarnation) if p.side is side]
+        if pair is not None:
+            pair.drop("replaced by a new connection")
+            earlier.append(pair)
+        for old in earlier:
+            await old.quiet()
+
+    def _end_doubts(self, side: Side, incarnation: Incarnation) -> None:
+        """The peer has shown itself over a new connection: its part of the older one is over."""
+        for pair in self._lost_with(incarnation):
+            if pair.side is side:
+                pair.peer_dead()
+        self.prune()
+
+    # Generation side.
+
+    async def _dial(self, address: PeerAddress) -> Pair:
+        where = f"{address.host}:{address.control_port}"
+        try:
+            async with asyncio.timeout(self._connect_s):
+                reader, writer = await asyncio.open_connection(address.host, address.control_port)
+                connection = ControlConnection(reader, writer)
+                try:
+                    return await self._introduce_as_generation(connection, address.incarnation)
+                except HANDSHAKE_FAILURES as error:
+                    # The peer learns why, one of another version by the frame's header.
+                    refuse(connection, *reasons_of(error))
+                    raise
+                except asyncio.CancelledError:
+                    connection.close()
+                    raise
+        except AuthenticationError as error:
+            self.refusals[str(address.incarnation)] = (str(error),)
+            raise PeerRefusedError(str(error)) from error
+        except HandshakeError:
+            raise
+        except TimeoutError as error:
+            raise HandshakeError(
+                f"{where}: no handshake within {self._config.timing.connect_ms} ms"
+            ) from error
+        except HANDSHAKE_FAILURES as error:
+            raise HandshakeError(f"{where}: {describe(error)}") from error
+
+    async def _introduce_as_generation(
+        self, connection: ControlConnection, expected: Incarnation
+    ) -> Pair:
+        await prove_as_generation(connection, self._config.cluster_token)
+        await self._end_earlier(Side.GENERATION, expected)
+        opening = mint_nonce()
+        endpoint: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
+        self._openings[opening] = endpoint
+        try:
+            connection.write(Introduction(rank_info=self.info, endpoint_nonce=opening))
+            peer = (await read_introduction(connection)).rank_info
+            self._check_identity(peer, expected)
+            self._check(peer)
+            self._end_doubts(Side.GENERATION, expected)
+            pair = self._open(Side.GENERATION, peer, connection)
+        except BaseException:
+            self._forget_opening(opening)
+            raise
+        self._spawn(self._await_endpoint(pair, opening, endpoint))
+        return pair
+
+    async def _await_endpoint(
+        self, pair: Pair, opening: bytes, endpoint: asyncio.Future[Endpoint]
+    ) -> None:
+        done, _ = await asyncio.wait(
+            (endpoint, pair.bound),
+            timeout=self._connect_s,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        self._openings.pop(opening, None)
+        if endpoint.done():
+            pair.bind(endpoint.result())
+        elif not done:
+            pair.refuse(f"no data endpoint within {self._config.timing.connect_ms} ms")
+
+    def _forget_opening(self, opening: bytes) -> None:
+        endpoint = self._openings.pop(opening, None)
+        if endpoint is not None and endpoint.done():
+            self._spawn(self._transport.close_endpoint(endpoint.result()))
+
+    def _accept_endpoint(self, opening: bytes, endpoint: Endpoint) -> bool:
+        expected = self._openings.get(opening)
+        if expected is None or expected.done():
+            logger.warning("refused a data endpoint with an unknown opening")
+            return False
+        expected.set_result(endpoint)
+        return True
+
+    # Context side.
+
+    async def _accept_control(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        connection = ControlConnection(reader, writer)
+        if self._handshakes >= MAX_HANDSHAKES:
+            connection.close()
+            return
+        self._handshakes += 1
+        task = asyncio.current_task()
+        if task is not None:
+            self._accepting.add(task)
+            task.add_done_callback(self._accepting.discard)
+        try:
+            async with asyncio.timeout(self._connect_s):
+                await self._introduce_as_context(connection)
+        except HANDSHAKE_FAILURES as error:
+            logger.warning("refused a control connection: %s", describe(error))
+            refuse(connection, *reasons_of(error))
+        except asyncio.CancelledError:
+            connection.close()
+            raise
+        finally:
+            self._handshakes -= 1
+
+    async def _introduce_as_context(self, connection: ControlConnection) -> None:
+        await prove_as_context(connection, self._config.cluster_token)
+        introduction = await read_introduction(connection)
+        peer = introduction.rank_info
+        await self._end_earlier(Side.CONTEXT, peer.incarnation)
+        # Shown even to a peer that does not fit: it then knows both values, too.
+        connection.write(Introduction(rank_info=self.info))
+        self._check(peer)
+        if len(introduction.endpoint_nonce) != OPENING_BYTES:
+            raise HandshakeError(
+                f"endpoint nonce: expected {OPENING_BYTES} bytes, got "
+                f"{len(introduction.endpoint_nonce)}"
+            )
+        self._end_doubts(Side.CONTEXT, peer.incarnation)
+        pair = self._open(Side.CONTEXT, peer, connection)
+        self._spawn(self._open_endpoint(pair, introduction.endpoint_nonce))
+
+    async def _open_endpoint(self, pair: Pair, opening: bytes) -> None:
+        address = TransportAddress(pair.peer.data_host, pair.peer.data_port)
+        try:
+            endpoint = await self._transport.connect(address, opening, timeout_s=self._connect_s)
+        except TransportError as error:
+            pair.refuse(str(error))
+        else:
+            pair.bind(endpoint)
+
+    # Both.
+
+    def _check_identity(self, peer: RankInfo, expected: Incarnation) -> None:
+        if peer.incarnation != expected:
+            raise HandshakeError(
+                f"expected {expected}, found {peer.incarnation}: the worker was restarted"
+            )
+
+    def _check(self, peer: RankInfo) -> None:
+        rows = check_peer(self.info, peer)
+        if not rows:
+            self.refusals.pop(str(peer.incarnation), None)
+            return
+        reasons = tuple(str(row) for row in rows)
+        self.refusals[str(peer.incarnation)] = reasons
+        raise PeerRefusedError(*reasons)
+
+    def _open(self, side: Side, peer: RankInfo, connection: ControlConnection) -> Pair:
+        pair = self._make_pair(side, peer)
+        pair.attach(ControlLink(connection, self._config.timing, pair.received, pair.link_ended))
+        self._pairs[side, peer.incarnation] = pair
+        return pair
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def reasons_of(error: Exception) -> tuple[str, ...]:
+    """Texts for the other side; never empty."""
+    if isinstance(error, HandshakeError) and error.reasons:
+        return error.reasons
+    return (describe(error),)
