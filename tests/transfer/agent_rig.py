@@ -300,11 +300,15 @@ class Transfer:
         generation.agent.ready(self.request_id, 0, len(self.target_slots), self.target)
 
     def ship(self, context: Node) -> None:
-        for start in range(0, len(self.source_slots), self.chunk_blocks):
-            part = self.source_slots[start : start + self.chunk_blocks]
-            chunk = lease(start, part)
-            self.sent.append(chunk)
-            context.agent.ship(self.request_id, start, start + len(part), chunk)
+        for chunk in range(-(-len(self.source_slots) // self.chunk_blocks)):
+            self.ship_chunk(context, chunk)
+
+    def ship_chunk(self, context: Node, number: int) -> None:
+        start = number * self.chunk_blocks
+        part = self.source_slots[start : start + self.chunk_blocks]
+        chunk = lease(start, part)
+        self.sent.append(chunk)
+        context.agent.ship(self.request_id, start, start + len(part), chunk)
 
     async def ended(self, context: Node, generation: Node, outcome: Outcome) -> None:
         """Both outcomes and all leases given so far."""
