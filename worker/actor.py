@@ -10,8 +10,8 @@ from collections import deque
 
 import ray
 
+from transfer.identity import Incarnation
 from worker.config import WorkerConfig
-from worker.host import WorkerProcess
 
 PROGRESS_LINES = 256
 
@@ -23,6 +23,9 @@ class RankActor:
     """
 
     def __init__(self, config_json: str) -> None:
+        # Not at the top: the launcher imports this file too, and must not load torch.
+        from worker.host import WorkerProcess
+
         self._lines: deque[str] = deque(maxlen=PROGRESS_LINES)
         self._process = WorkerProcess(
             WorkerConfig.model_validate_json(config_json), self._lines.append
@@ -48,3 +51,7 @@ class RankActor:
     def stop(self) -> None:
         """End the worker in order: connections, engine, transfers. Idempotent."""
         self._process.stop()
+
+    def peer_dead(self, incarnation_json: str) -> None:
+        """Another worker's process is known dead: doubts about what it may still touch are over."""
+        self._process.peer_dead(Incarnation.model_validate_json(incarnation_json))

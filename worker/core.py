@@ -1,0 +1,128 @@
+"""Model, pages and engine of one rank, put together: everything that the engine thread will own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from kvcache_core.layout import LayoutPlan
+from kvcache_core.manager import UnifiedKVCacheManager
+from kvcache_core.sizing import SizingDemand
+from kvcache_core.storage import TorchStorage
+from worker.config import WorkerConfig
+from worker.demand import PageDemand
+from worker.engine import Engine, EngineLimits, EngineParts
+from worker.executor import ModelExecutor
+from worker.messages import SamplingParams
+from worker.model.loader import LoadedModel, load_model
+from worker.model.runner import ModelRunner
+from worker.ports import Clock, Draw, Executor, Output, Slice, Transfers
+from worker.ranks import LeaderManager
+
+WARM_UP_TOKENS = 16
+
+
+class MonotonicClock(Clock):
+    """The process's monotonic clock."""
+
+    @override
+    def now_ms(self) -> int:
+        return time.monotonic_ns() // 1_000_000
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RankCore:
+    """What is there once the model is loaded, before anybody can connect."""
+
+    loaded: LoadedModel
+    plan: LayoutPlan
+    storage: TorchStorage
+    manager: LeaderManager
+    executor: Executor
+    demand: PageDemand
+    max_sequence_tokens: int
+
+
+def load_core(config: WorkerConfig, progress: Callable[[str], None]) -> RankCore:
+    """Load the model and allocate its pages. Raises ModelLoadError, or ValueError for pages that
+    do not fit.
+    """
+    loaded = load_model(
+        config.model_path, device=config.device, dtype=config.dtype, progress=progress
+    )
+    limit = min(
+        config.max_sequence_tokens or loaded.max_position_tokens, loaded.max_position_tokens
+    )
+    plan = LayoutPlan.derive(
+        loaded.specs, tokens_per_block=config.tokens_per_block, max_sequence_tokens=limit
+    )
+    sizing = SizingDemand(
+        chunk_tokens=config.max_batch_tokens, typical_sequence_tokens=min(limit, 2048)
+    )
+    slots = plan.slots_for(config.kv_cache_bytes, sizing)
+    storage = TorchStorage(plan, slots, loaded.device)
+    manager = LeaderManager(
+        UnifiedKVCacheManager(plan, slots, storage, incarnation=str(config.incarnation))
+    )
+    demand = PageDemand(plan, max_chunk_tokens=config.max_batch_tokens)
+    longest = min(limit, demand.longest(manager.total_slots()))
+    if longest < 2:
+        raise ValueError(
+            f"{config.kv_cache_bytes} bytes of KV cache hold {longest} tokens; give more"
+        )
+    progress(
+        f"KV cache: {min(slots)} blocks of {plan.tokens_per_block} tokens, "
+        f"{plan.pool_bytes(slots) / 1e6:.0f} MB; sequences of up to {longest} tokens"
+    )
+    executor = ModelExecutor(ModelRunner(loaded, plan, storage), loaded.device)
+    return RankCore(loaded, plan, storage, manager, executor, demand, longest)
+
+
+def warm_up(core: RankCore) -> None:
+    """Compute a short prompt and one more token, so that the first request finds everything in
+    place.
+    """
+    tokens = np.zeros(min(WARM_UP_TOKENS, core.max_sequence_tokens - 1) + 1, dtype=np.int32)
+    cache = core.manager.open(b"", tokens, max_match=0)
+    nothing = tokens[:0]
+    draws = (Draw(SamplingParams(), 0, 0, nothing, nothing, ()),)
+    for start, end in ((0, len(tokens) - 1), (len(tokens) - 1, len(tokens))):
+        if cache.grow(end):
+            core.executor.execute(
+                [Slice(cache.name, tokens[start:end], start, cache.block_tables(), draws)]
+            )
+            cache.advance(end)
+    cache.close()
+
+
+def make_engine(
+    core: RankCore, config: WorkerConfig, transfers: Transfers, output: Output, clock: Clock
+) -> Engine:
+    """The engine over this rank."""
+    return Engine(
+        EngineParts(
+            manager=core.manager,
+            transfers=transfers,
+            executor=core.executor,
+            output=output,
+            clock=clock,
+            demand=core.demand,
+        ),
+        EngineLimits(
+            max_sequence_tokens=core.max_sequence_tokens,
+            vocab_size=core.loaded.vocab_size,
+            max_batch_tokens=config.max_batch_tokens,
+            max_running=config.max_running,
+            quarantine_limit_blocks=config.quarantine_limit_blocks,
+        ),
+    )
+
+
+def limit_threads(config: WorkerConfig) -> None:
+    """Leave the other cores to other workers and to the transport."""
+    torch.set_num_threads(config.torch_threads)

@@ -1,0 +1,75 @@
+"""What peers are told about this rank before any page moves: engine facts and the page table."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from kvcache_core.layout import LayoutPlan
+from transfer.identity import Incarnation
+from transfer.page_table import draft_facts, page_table_of
+from transfer.rank_info import EngineFacts, ParallelShape, RankInfo
+from worker.model.loader import LoadedModel
+
+_NOT_OF_THE_MODEL = frozenset(
+    {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"}
+)
+"""Configuration that differs between copies of one model."""
+
+
+def rank_info(
+    loaded: LoadedModel,
+    plan: LayoutPlan,
+    *,
+    model_path: str,
+    model_name: str,
+    incarnation: Incarnation,
+) -> RankInfo:
+    """Facts of the only rank of an instance. The agent fills in the data address."""
+    shape = ParallelShape()
+    facts = engine_facts(loaded, model_path=model_path, model_name=model_name)
+    drafts = draft_facts(plan)
+    return RankInfo(
+        incarnation=incarnation,
+        rank=0,
+        shape=shape,
+        layers_per_stage=(loaded.facts.num_layers,),
+        tokens_per_block=plan.tokens_per_block,
+        engine=facts,
+        num_draft_layers=None if drafts is None else drafts[0],
+        draft_kv_dtype=None if drafts is None else drafts[1],
+        page_table=page_table_of(plan, shape),
+        data_host="",
+        data_port=0,
+    )
+
+
+def engine_facts(loaded: LoadedModel, *, model_path: str, model_name: str) -> EngineFacts:
+    """Everything that changes the numbers in a page."""
+    config: dict[str, Any] = {
+        name: value
+        for name, value in loaded.module.config.to_dict().items()
+        if name not in _NOT_OF_THE_MODEL
+    }
+    rope = {name: config[name] for name in ("rope_parameters", "rope_theta") if name in config}
+    return EngineFacts(
+        model=model_name,
+        model_hash=_digest(config, Path(model_path)),
+        rope=tuple(sorted((name, _text(value)) for name, value in rope.items())),
+        kv_dtype=loaded.specs[0].dtype.value,
+        attention="grouped",
+    )
+
+
+def _digest(config: dict[str, Any], path: Path) -> str:
+    """Digest of the configuration and of names and sizes of the weight files."""
+    place = path.expanduser()
+    files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
+    weights = [(file.name, file.stat().st_size) for file in files]
+    return hashlib.sha256(_text([config, weights]).encode()).hexdigest()
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
