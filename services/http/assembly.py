@@ -16,6 +16,10 @@ from services.text.detokenizer import Detokenizer
 from services.text.stop_strings import StopScanner, StopStrings
 
 
+class InconsistentEvents(RuntimeError):
+    """The cluster broke its promise of order and completeness: a bug, not an error of a client."""
+
+
 @dataclass(frozen=True, slots=True)
 class OutputToken:
     """One counted output token."""
@@ -75,12 +79,12 @@ class ChoiceText:
     def push(self, delta: TokenDelta) -> ChoiceDelta | None:
         """Take tokens. None when nothing can be released yet, or the choice is over.
 
-        Raises ValueError for tokens that do not follow the ones before.
+        Raises InconsistentEvents for tokens that do not follow the ones before.
         """
         if self._is_finished:
             return None
         if delta.index != self._count:
-            raise ValueError(
+            raise InconsistentEvents(
                 f"choice {self._choice}: expected output index {self._count}, got {delta.index}"
             )
         released = ""

@@ -9,9 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.http.answers import PromptIds
-from services.http.body import read_json_object
 from services.http.chat_answers import ChatAnswers
-from services.http.endpoint import ApiContext, Job, answer_head, guarded, run_job
+from services.http.endpoint import ApiContext, Job, answer_body, answer_head, run_job
 from services.http.prompts import read_conversation
 from services.http.sampling import logprobs_of_chat
 from services.http.schemas import parse_chat
@@ -24,8 +23,7 @@ def chat_router(context: ApiContext) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def chat_completions(http: Request) -> Response:
-        body = await read_json_object(http, context.settings)
-        return await guarded(http, context, lambda: _answer(context, http, body))
+        return await answer_body(http, context, lambda body: _answer(context, http, body))
 
     return router
 

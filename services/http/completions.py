@@ -9,9 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.http.answers import PromptIds
-from services.http.body import read_json_object
 from services.http.completion_answers import CompletionAnswers
-from services.http.endpoint import ApiContext, Job, answer_head, guarded, run_job
+from services.http.endpoint import ApiContext, Job, answer_body, answer_head, run_job
 from services.http.errors import invalid
 from services.http.prompts import Prompt, read_prompts
 from services.http.sampling import choices_per_prompt
@@ -26,8 +25,7 @@ def completions_router(context: ApiContext) -> APIRouter:
 
     @router.post("/v1/completions")
     async def completions(http: Request) -> Response:
-        body = await read_json_object(http, context.settings)
-        return await guarded(http, context, lambda: _answer(context, http, body))
+        return await answer_body(http, context, lambda body: _answer(context, http, body))
 
     return router
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from services.http.answers import AnswerHead, Answers, WholeChoice
 from services.http.assembly import TextRule
+from services.http.body import read_json_object
 from services.http.disconnect import ClientGone, unless_gone
 from services.http.errors import json_response, model_not_found
 from services.http.generation import Generation
@@ -38,8 +40,8 @@ from services.text.detokenizer import Detokenizer
 from services.text.tokenizer import TokenIds, Tokenizer
 from services.text.vocabulary import Vocabulary
 
-DETAILS_HEADER = "x-pageferry-details"
-_CLIENT_GONE = 499
+DETAILS_HEADER: Final = "x-pageferry-details"
+_CLIENT_GONE: Final = 499
 """Never seen by anyone; counted."""
 
 
@@ -86,16 +88,15 @@ def answer_head(job: Job, http: Request, prefix: str) -> AnswerHead:
     )
 
 
-async def guarded(
-    http: Request, context: ApiContext, work: Callable[[], Awaitable[Response]]
+async def answer_body(
+    http: Request,
+    context: ApiContext,
+    work: Callable[[dict[str, Any]], Coroutine[Any, Any, Response]],
 ) -> Response:
-    """The answer that ``work`` makes, unless the client goes away; then ``work`` is cancelled."""
-
-    async def run() -> Response:
-        return await work()
-
+    """The answer that ``work`` makes of the body. When the client goes away, ``work`` ends."""
     try:
-        return await unless_gone(http.receive, run())
+        body = await read_json_object(http, context.settings)
+        return await unless_gone(http.receive, work(body))
     except ClientGone:
         context.metrics.client_disconnects.inc()
         return Response(status_code=_CLIENT_GONE)

@@ -26,7 +26,7 @@ RATE_LIMIT: Final = "rate_limit_error"
 
 
 class ApiError(Exception):
-    """An error answer. Raised anywhere before the first byte of an answer, it becomes the answer."""
+    """An error answer. Raised anywhere before the first byte of the answer, it becomes it."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ def _of_framework(request: Request, error: HTTPException) -> ApiError:
         message = f"Unknown request URL: {request.method} {request.url.path}. Check it for typos."
         code = "unknown_url"
     elif error.status_code == 405:
-        message = f"Not allowed to {request.method} on {request.url.path}; use another HTTP method."
+        message = f"Not allowed to {request.method} on {request.url.path}; use another method."
         code = "method_not_supported"
     else:
         message, code = str(error.detail), "http_error"

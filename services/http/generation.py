@@ -10,8 +10,14 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from services.http.assembly import ChoiceDelta, ChoiceText, PromptText, TextRule
-from services.http.errors import internal_error, of_failure
+from services.http.assembly import (
+    ChoiceDelta,
+    ChoiceText,
+    InconsistentEvents,
+    PromptText,
+    TextRule,
+)
+from services.http.errors import of_failure
 from services.orchestration.api import (
     ChoiceFinished,
     Completed,
@@ -109,7 +115,10 @@ class Generation:
                 raise of_failure(event)
 
     async def next_delta(self) -> ChoiceDelta | None:
-        """The next delta; None at the end. Raises ApiError when the cluster gave up."""
+        """The next delta; None at the end.
+
+        Raises ApiError when the cluster gave up, InconsistentEvents when it contradicts itself.
+        """
         while self._open:
             prompt, event = await self._next_event()
             delta = self._handle(prompt, event)
@@ -132,8 +141,9 @@ class Generation:
             (prompt,) = self._open
             return prompt, await _event(self._streams[prompt])
         self._ask()
-        done, _ = await asyncio.wait(self._waiting, return_when=asyncio.FIRST_COMPLETED)
-        task = next(iter(done))
+        await asyncio.wait(self._waiting, return_when=asyncio.FIRST_COMPLETED)
+        # The stream that has waited longest comes first, so that none is left behind.
+        task = next(task for task in self._waiting if task.done())
         return self._waiting.pop(task), task.result()
 
     def _ask(self) -> None:
@@ -153,7 +163,7 @@ class Generation:
                 return replace(delta, choice=prompt * self._requests[prompt].n + delta.choice)
             case Completed():
                 if not text.is_finished:
-                    raise ValueError("request completed before every choice finished")
+                    raise InconsistentEvents("request completed before every choice finished")
                 self._ends[prompt] = event
             case Failed():
                 if not text.is_finished:
@@ -167,7 +177,7 @@ async def _event(stream: OutputStream) -> OutputEvent:
     try:
         return await anext(stream)
     except StopAsyncIteration:
-        raise internal_error() from None
+        raise InconsistentEvents("stream ended without a terminal event") from None
 
 
 async def _close(streams: Sequence[OutputStream]) -> None:

@@ -183,12 +183,14 @@ def _validate(model: type[RequestT], body: Mapping[str, Any]) -> RequestT:
 
 def _of_validation(error: ValidationError) -> ApiError:
     """The first problem, under the name that the client gave the value."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    # Branches of a union end in a type's name, which is no part of what the client sent.
-    path = [part for part in first["loc"] if not (isinstance(part, str) and part in _TYPE_NAMES)]
+    problems = error.errors(include_url=False, include_context=False)
+    where = _path(problems[0]["loc"])
+    # Every branch of a union complains; the one that got furthest is the one that was meant.
+    branches = [each for each in problems if _path(each["loc"])[: len(where)] == where]
+    first = max(branches, key=lambda each: len(_path(each["loc"])))
     param = ""
-    for part in path:
-        param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
+    for part in _path(first["loc"]):
+        param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else part
     if first["type"] == "missing":
         return invalid(
             f"Missing required parameter: '{param}'.",
@@ -201,6 +203,11 @@ def _of_validation(error: ValidationError) -> ApiError:
         param=param,
         code="invalid_type" if first["type"].endswith("_type") else "invalid_value",
     )
+
+
+def _path(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Where a value stands in the body, without the type names that mark branches of a union."""
+    return tuple(part for part in location if part not in _TYPE_NAMES)
 
 
 _TYPE_NAMES: Final = frozenset({"str", "list[str]", "dict[str,any]", "int", "float", "bool"})

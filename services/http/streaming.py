@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
 from services.http.answers import Answers
+from services.http.assembly import InconsistentEvents
 from services.http.disconnect import ClientGone, unless_gone
 from services.http.errors import ApiError, internal_error
 from services.http.generation import Generation
@@ -125,8 +126,7 @@ class EventStreamResponse(Response):
                     await writer.write(event(chunk))
         except ApiError as error:
             failure = error
-        except ValueError:
-            # The cluster broke its promise of order: a bug, which the client must hear of as well.
+        except InconsistentEvents:
             _LOG.exception("events of a generation are inconsistent")
             failure = internal_error()
         else:

@@ -13,6 +13,20 @@ from contextlib import asynccontextmanager
 
 import uvicorn
 from starlette.types import ASGIApp
+from typing_extensions import override
+
+
+class _PromptServer(uvicorn.Server):
+    """Stops at once instead of at the next tick of a clock."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.leave = asyncio.Event()
+
+    @override
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self.leave.wait()
 
 
 @asynccontextmanager
@@ -23,11 +37,11 @@ async def serving(app: ASGIApp) -> AsyncIterator[str]:
     config = uvicorn.Config(
         app, lifespan="off", log_level="warning", timeout_graceful_shutdown=1, ws="none"
     )
-    server = uvicorn.Server(config)
+    server = _PromptServer(config)
     task = asyncio.ensure_future(server.serve(sockets=[listener]))
     try:
         yield f"http://{host}:{port}"
     finally:
-        server.should_exit = True
+        server.leave.set()
         await task
         listener.close()

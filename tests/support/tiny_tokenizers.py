@@ -17,7 +17,7 @@ CHAT_TEMPLATE: Final = (
 
 
 def byte_level_tokenizer() -> Tokenizer:
-    """GPT-2's scheme: every byte has a token, some words and parts of characters have longer ones."""
+    """GPT-2's scheme: every byte has a token, some words and parts of characters too."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: rank for rank, character in enumerate(alphabet)}
     merges: list[tuple[str, str]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -42,6 +43,12 @@ class FrontEnd:
         """Value of a metric; 0 when it was never touched."""
         return self.registry.get_sample_value(name, labels) or 0.0
 
+    async def idle(self) -> None:
+        """Return when no request is being served."""
+        async with asyncio.timeout(1):
+            while self.metric("pageferry_http_in_flight"):  # noqa: ASYNC110  a gauge has no event
+                await asyncio.sleep(0)
+
 
 StartFrontEnd = Callable[..., AbstractAsyncContextManager[FrontEnd]]
 
@@ -50,9 +57,11 @@ StartFrontEnd = Callable[..., AbstractAsyncContextManager[FrontEnd]]
 async def front_end(
     script: Script | None = None,
     *,
+    service_type: type[ScriptedService] = ScriptedService,
     settings: HttpSettings | None = None,
     max_sequence_tokens: int = MAX_TOKENS,
     refusal: Exception | None = None,
+    template: str | None = CHAT_TEMPLATE,
 ) -> AsyncIterator[FrontEnd]:
     """Serve the API on a socket. Without a script every answer is ``hello``."""
     raw = byte_level_tokenizer()
@@ -62,9 +71,9 @@ async def front_end(
         vocab_size=raw.get_vocab_size(),
         model_name=MODEL,
     )
-    text = Tokenizer(raw, facts, CHAT_TEMPLATE)
+    text = Tokenizer(raw, facts, template)
     greeting = [*raw.encode("hello", add_special_tokens=False).ids, token_id(raw, EOS)]
-    service = ScriptedService(
+    service = service_type(
         script or (lambda request: answer(request, [greeting] * request.n)),
         ModelLimits(MODEL, max_sequence_tokens, facts.vocab_size, 16),
         refusal,
