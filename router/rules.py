@@ -80,6 +80,8 @@ class RuleSettings:
     rule: LoadRule = LoadRule.ESTIMATED
     beta: float = 1.0
     """Weight of uncached work beyond its own duration: what recomputation costs the others."""
+    overhead_tokens: int = 32
+    """What a prefill costs beside its uncached tokens, so that fully cached prompts count too."""
     min_match_tokens: int = 128
     """A new conversation follows a match of at least this many tokens beyond the shared
     preamble.
@@ -112,7 +114,8 @@ def choose_context(
 
         def by_cost(candidate: ContextCandidate) -> tuple[float, bool, int, int]:
             uncached = max(0, facts.prompt_tokens - candidate.cached_tokens)
-            cost = candidate.backlog_tokens + (1.0 + settings.beta) * uncached
+            backlog = candidate.backlog_tokens + settings.overhead_tokens * candidate.prefills
+            cost = backlog + (1.0 + settings.beta) * uncached
             ties = tie_break(facts.request_id, candidate.incarnation)
             return (cost, not candidate.bound, candidate.prefills, ties)
 

@@ -63,6 +63,8 @@ class FakeScript:
     blocks.
     """
     prefill_s: float = 0.0
+    linger_s: float = 0.0
+    """Pause of a context leg between its first tokens and the hand-over."""
     step_s: float = 0.0
     """Pause before every decode step: what the inter-token latency will be."""
     bytes_per_token: int = 100
@@ -133,7 +135,7 @@ class FakeWorker:
         self.received: list[Prefill | Generate | Cancel | Stop] = []
         self.active = 0
         """Legs being served now."""
-        self._transfers = transfers
+        self.transfers = transfers
         self._cluster_token = cluster_token
         self._model = model
         self._max_sequence_tokens, self._vocab_size, self._tokens_per_block = limits
@@ -184,8 +186,8 @@ class FakeWorker:
     async def _end_legs(self, connection: _Connection) -> None:
         tasks = tuple(connection.legs.values())
         for (request_id, leg), task in tuple(connection.legs.items()):
-            if leg == "context" and self._transfers is not None:
-                self._transfers.settle(request_id, "lost")
+            if leg == "context" and self.transfers is not None:
+                self.transfers.settle(request_id, "lost")
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -287,8 +289,8 @@ class FakeWorker:
             if task is None:
                 continue
             task.cancel()
-            if leg == "context" and self._transfers is not None:
-                self._transfers.settle(request_id, "lost")
+            if leg == "context" and self.transfers is not None:
+                self.transfers.settle(request_id, "lost")
             self._end(
                 connection, request_id, leg, LegEnded(request_id="", leg=leg, outcome="cancelled")
             )
@@ -309,8 +311,8 @@ class FakeWorker:
         asyncio.get_running_loop().call_later(delay_s, deliver)
 
     def _end(self, connection: _Connection, request_id: str, leg: Leg, ended: LegEnded) -> None:
-        if leg == "context" and self._transfers is not None:
-            self._transfers.settle(request_id, "pages" if ended.outcome == "succeeded" else "lost")
+        if leg == "context" and self.transfers is not None:
+            self.transfers.settle(request_id, "pages" if ended.outcome == "succeeded" else "lost")
         filled = ended.model_copy(update={"request_id": request_id, "leg": leg})
         self._send(connection, StepOutput(ended=(filled,), gauges=self._gauges()))
 
@@ -380,9 +382,9 @@ class FakeWorker:
         self._send(
             connection, StepOutput(runs=tuple(run for run, _ in runs), gauges=self._gauges())
         )
-        await asyncio.sleep(0)
-        if self._transfers is not None and all(finish is not None for _, finish in runs):
-            self._transfers.settle(message.request_id, "no_decode")
+        await asyncio.sleep(self.script.linger_s)
+        if self.transfers is not None and all(finish is not None for _, finish in runs):
+            self.transfers.settle(message.request_id, "no_decode")
         ended = LegEnded(request_id="", leg="context", outcome="succeeded", prefill_tokens=computed)
         self._end(connection, message.request_id, "context", ended)
 
@@ -395,8 +397,8 @@ class FakeWorker:
             computed = len(message.tokens) // 4 - cached
         else:
             handover: Handover = "pages"
-            if self._transfers is not None:
-                handover = await self._transfers.outcome(request_id)
+            if self.transfers is not None:
+                handover = await self.transfers.outcome(request_id)
             if handover != "pages":
                 ended = LegEnded(request_id="", leg="generation", outcome="succeeded")
                 if handover == "lost":
