@@ -1,0 +1,325 @@
+"""Real worker processes with a tiny model, driven by raw messages: aggregated, and a pair over
+UCX.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.oracle import ReferenceModel, check_equal, check_logprobs
+from tests.support.raw_front_end import RawFrontEnd, WorkerRun, start_worker
+from transfer.identity import Incarnation
+from transfer.wire import pack_ints
+from worker.config import WorkerConfig
+from worker.messages import (
+    Cancel,
+    Generate,
+    Ping,
+    Prefill,
+    SamplingParams,
+    StopRule,
+    WorkerRole,
+)
+
+pytestmark = pytest.mark.ucx
+
+TOKEN = "test token"
+BLOCK = 8
+SLOTS_BYTES = 1_000_000
+LAYERS = 3
+LAYER_BLOCK_BYTES = 2 * 2 * 16 * 4 * BLOCK
+"""Keys and values, heads, head size, float32: of the tiny models."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """One worker of each role."""
+
+    aggregated: WorkerRun
+    context: WorkerRun
+    generation: WorkerRun
+    model: ReferenceModel
+
+
+def config(role: WorkerRole, model: Path) -> WorkerConfig:
+    return WorkerConfig(
+        incarnation=Incarnation.mint(role),
+        role=role,
+        model_path=str(model),
+        model_name="tiny",
+        cluster_token=TOKEN,
+        tokens_per_block=BLOCK,
+        kv_cache_bytes=SLOTS_BYTES,
+        max_batch_tokens=32,
+        max_running=8,
+    )
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3_text"])
+def cluster(
+    request: pytest.FixtureRequest,
+    tiny_model: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Cluster]:
+    path = tiny_model(request.param)
+    logs = tmp_path_factory.mktemp("workers")
+    roles: tuple[WorkerRole, ...] = ("aggregated", "context", "generation")
+    runs = [start_worker(config(role, path), logs / f"{role}.log") for role in roles]
+    yield Cluster(*runs, ReferenceModel(path))
+    codes = [run.stop() for run in runs]
+    assert codes == [0, 0, 0], {role: (logs / f"{role}.log").read_text() for role in roles}
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    drawn = np.random.default_rng(length + 1000 * seed).integers(0, 256, length)
+    tokens: list[int] = drawn.tolist()
+    return tokens
+
+
+GREEDY = SamplingParams(temperature=0.0, logprobs=2)
+DRAWN = SamplingParams(temperature=1.0, top_p=0.9, seed=7, logprobs=1)
+
+
+def generate(
+    name: str,
+    prompt: list[int],
+    params: SamplingParams,
+    front_end: RawFrontEnd | None = None,
+    *,
+    n: int = 1,
+    max_tokens: int = 12,
+) -> Generate:
+    source = None
+    if front_end is not None:
+        assert front_end.welcome is not None
+        source = front_end.welcome.peer
+    return Generate(
+        request_id=name,
+        tokens=pack_ints(prompt),
+        scope=b"tiny",
+        sampling=params,
+        stop=StopRule(max_tokens=max_tokens),
+        n=n,
+        source=source,
+        deadline_ms=60_000,
+    )
+
+
+def prefill(
+    name: str,
+    prompt: list[int],
+    params: SamplingParams,
+    destination: Incarnation | None,
+    *,
+    n: int = 1,
+    max_tokens: int = 12,
+) -> Prefill:
+    return Prefill(
+        request_id=name,
+        tokens=pack_ints(prompt),
+        scope=b"tiny",
+        sampling=params,
+        stop=StopRule(max_tokens=max_tokens),
+        n=n,
+        destination=destination,
+        deadline_ms=60_000,
+    )
+
+
+def judge(
+    cluster: Cluster,
+    front_end: RawFrontEnd,
+    name: str,
+    prompt: list[int],
+    params: SamplingParams,
+    *,
+    n: int = 1,
+    max_tokens: int = 12,
+) -> None:
+    for choice in range(n):
+        heard = front_end.choices[name, choice]
+        output = heard.output()
+        assert len(output) == max_tokens
+        assert heard.finish == "length"
+        report = check_equal(cluster.model, prompt, output, params, choice=choice)
+        assert report.ok, report
+        assert check_logprobs(cluster.model, prompt, output, heard.logprobs) == []
+
+
+LENGTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 100, 200)
+
+
+async def test_aggregated_output_is_equal_to_the_oracle(cluster: Cluster) -> None:
+    front_end = await RawFrontEnd.connect(cluster.aggregated.address, TOKEN)
+    before = await front_end.idle()
+    for params, label in ((GREEDY, "greedy"), (DRAWN, "drawn")):
+        for temperature in ("cold", "warm"):
+            for length in LENGTHS:
+                name = f"{label}-{temperature}-{length}"
+                front_end.send(generate(name, prompt_of(length), params))
+            for length in LENGTHS:
+                name = f"{label}-{temperature}-{length}"
+                assert (await front_end.end_of(name)).outcome == "succeeded"
+                judge(cluster, front_end, name, prompt_of(length), params)
+    after = await front_end.idle()
+    assert after.free_blocks == before.free_blocks
+    await front_end.close()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_pair_is_equal_to_the_oracle(cluster: Cluster, n: int) -> None:
+    context = await RawFrontEnd.connect(cluster.context.address, TOKEN)
+    generation = await RawFrontEnd.connect(cluster.generation.address, TOKEN)
+    destination = cluster.generation.address.incarnation
+    for params, label in ((GREEDY, "greedy"), (DRAWN, "drawn")):
+        names = {f"{label}-{n}-{length}": prompt_of(length, n) for length in LENGTHS}
+        for name, prompt in names.items():
+            context.send(prefill(name, prompt, params, destination, n=n))
+            generation.send(generate(name, prompt, params, context, n=n))
+        for name, prompt in names.items():
+            sent, received = await context.end_of(name), await generation.end_of(name)
+            assert sent.outcome == received.outcome == "succeeded", (sent, received)
+            assert received.prefill_tokens <= n
+            judge(cluster, generation, name, prompt, params, n=n)
+            for choice in range(n):
+                first = context.choices[name, choice].output()
+                assert first == generation.choices[name, choice].output()[:1]
+    await context.idle()
+    await generation.idle()
+    await context.close()
+    await generation.close()
+
+
+async def test_a_warm_pair_ferries_only_what_is_missing(cluster: Cluster) -> None:
+    context = await RawFrontEnd.connect(cluster.context.address, TOKEN)
+    generation = await RawFrontEnd.connect(cluster.generation.address, TOKEN)
+    destination = cluster.generation.address.incarnation
+    prompt = prompt_of(10 * BLOCK, seed=9)
+    moved = []
+    for name, tokens in (("first", prompt), ("second", [*prompt, *prompt_of(2 * BLOCK, seed=5)])):
+        context.send(prefill(name, tokens, GREEDY, destination))
+        generation.send(generate(name, tokens, GREEDY, context))
+        assert (await generation.end_of(name)).outcome == "succeeded"
+        moved.append((await context.end_of(name)).transferred_bytes)
+        judge(cluster, generation, name, tokens, GREEDY)
+    assert moved[1] == 2 * LAYERS * LAYER_BLOCK_BYTES < moved[0]
+    assert context.started["second"].cached_tokens == 10 * BLOCK
+    assert generation.started["second"].cached_tokens >= 10 * BLOCK
+    await context.close()
+    await generation.close()
+
+
+async def test_half_of_the_requests_are_cancelled_and_every_page_comes_home(
+    cluster: Cluster,
+) -> None:
+    context = await RawFrontEnd.connect(cluster.context.address, TOKEN)
+    generation = await RawFrontEnd.connect(cluster.generation.address, TOKEN)
+    destination = cluster.generation.address.incarnation
+    rng = np.random.default_rng(3)
+    names = {f"cancel-{index}": prompt_of(40 + index, seed=2) for index in range(40)}
+
+    async def cancel(name: str) -> None:
+        await asyncio.sleep(float(rng.uniform(0, 0.4)))
+        context.send(Cancel(request_id=name))
+        generation.send(Cancel(request_id=name))
+
+    cancels = []
+    for index, (name, prompt) in enumerate(names.items()):
+        context.send(prefill(name, prompt, GREEDY, destination))
+        generation.send(generate(name, prompt, GREEDY, context))
+        if index % 2:
+            cancels.append(asyncio.create_task(cancel(name)))
+    await asyncio.gather(*cancels)
+    for index, (name, prompt) in enumerate(names.items()):
+        await context.end_of(name)
+        ended = await generation.end_of(name)
+        if not index % 2:
+            assert ended.outcome == "succeeded", ended
+            judge(cluster, generation, name, prompt, GREEDY)
+    for front_end in (context, generation):
+        gauges = await front_end.idle()
+        assert gauges.quarantined_blocks == 0
+        await front_end.close()
+
+
+async def test_a_front_end_that_hangs_up_cancels_its_requests(cluster: Cluster) -> None:
+    gone = await RawFrontEnd.connect(cluster.aggregated.address, TOKEN)
+    stays = await RawFrontEnd.connect(cluster.aggregated.address, TOKEN)
+    for index in range(6):
+        gone.send(generate(f"gone-{index}", prompt_of(50), GREEDY, max_tokens=300))
+    stays.send(generate("stays", prompt_of(33), GREEDY))
+    await gone.until(lambda: gone.choices)
+    await gone.close()
+    assert (await stays.end_of("stays")).outcome == "succeeded"
+    judge(cluster, stays, "stays", prompt_of(33), GREEDY)
+    await stays.idle()
+    await stays.close()
+
+
+async def test_a_ping_is_answered_while_the_engine_works(cluster: Cluster) -> None:
+    front_end = await RawFrontEnd.connect(cluster.aggregated.address, TOKEN)
+    front_end.send(generate("busy", prompt_of(150, seed=4), GREEDY, max_tokens=40))
+    front_end.send(Ping(sent_ms=17))
+    await front_end.until(lambda: front_end.pongs)
+    assert front_end.pongs[0].sent_ms == 17
+    assert 0 <= front_end.pongs[0].engine_age_ms < 5000
+    assert (await front_end.end_of("busy")).outcome == "succeeded"
+    await front_end.close()
+
+
+async def test_a_wrong_cluster_token_is_refused(cluster: Cluster) -> None:
+    with pytest.raises(AssertionError, match="wrong proof of the cluster token"):
+        await RawFrontEnd.connect(cluster.aggregated.address, "wrong token")
+
+
+async def test_a_killed_context_worker_fails_its_legs_and_a_repair_completes_them(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = tiny_model("llama")
+    runs = [
+        start_worker(config(role, path), tmp_path / f"{role}.log")
+        for role in ("context", "generation")
+    ]
+    try:
+        await _kill_and_repair(runs[0], runs[1], ReferenceModel(path))
+    finally:
+        for run in runs:
+            run.stop()
+
+
+async def _kill_and_repair(
+    context_run: WorkerRun, generation_run: WorkerRun, model: ReferenceModel
+) -> None:
+    context = await RawFrontEnd.connect(context_run.address, TOKEN)
+    generation = await RawFrontEnd.connect(generation_run.address, TOKEN)
+    prompts = {f"r{index}": prompt_of(180 + index) for index in range(12)}
+    for name, prompt in prompts.items():
+        context.send(prefill(name, prompt, GREEDY, generation_run.address.incarnation))
+        generation.send(generate(name, prompt, GREEDY, context))
+    await context.until(lambda: len(context.choices) >= 2)
+    context_run.process.send_signal(signal.SIGKILL)
+    outcomes = {name: await generation.end_of(name) for name in prompts}
+    failed = [name for name, ended in outcomes.items() if ended.outcome != "succeeded"]
+    assert failed, "the kill came too late to try anything"
+    assert all(outcomes[name].retryable for name in failed)
+    for name in failed:
+        generation.ended.pop(name)
+        heard = context.choices.get((name, 0))
+        emitted = heard.output() if heard is not None else []
+        repair = generate(name, prompts[name], GREEDY)
+        generation.send(repair.model_copy(update={"emitted": (pack_ints(emitted),)}))
+        assert (await generation.end_of(name)).outcome == "succeeded"
+        mine = generation.choices[name, 0].tokens
+        output = emitted + [mine[index] for index in range(len(emitted), 12)]
+        report = check_equal(model, prompts[name], output, GREEDY)
+        assert report.ok, report
+    await generation.idle()
+    await generation.close()
+    await context.close()
