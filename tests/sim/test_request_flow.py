@@ -16,7 +16,8 @@ from services.orchestration.flow_states import (
     DeadlinePassed,
     StopRequested,
 )
-from tests.sim.flow_world import ATTEMPT, SimFaults, SimOutcome, SimRequest, SimWorker, SimWorld
+from tests.sim.flow_requests import SimRequest
+from tests.sim.flow_world import ATTEMPT, SimFaults, SimOutcome, SimWorker, SimWorld
 
 REQUESTS = 12
 
