@@ -25,6 +25,7 @@ class StreamedChoice:
 
     text: str = ""
     finish_reason: str | None = None
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -52,7 +53,8 @@ class Client:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.http = httpx.Client(base_url=url, timeout=120)
+        details = {"x-pageferry-details": "1"}
+        self.http = httpx.Client(base_url=url, timeout=120, headers=details)
         self.model: str = self.http.get("/v1/models").json()["data"][0]["id"]
 
     def chat(self, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
@@ -95,6 +97,7 @@ class Client:
                     text = part["delta"].get("content") if "delta" in part else part["text"]
                     if part.get("finish_reason"):
                         choice.finish_reason = part["finish_reason"]
+                    choice.token_ids += part.get("token_ids") or ()
                     if part.get("logprobs"):
                         choice.logprobs.append(part["logprobs"])
                     if text:
@@ -140,3 +143,29 @@ class Client:
         ]
         assert found, f"no metric {name} with {labels}"
         return sum(found)
+
+    def free_blocks(self) -> dict[str, float]:
+        """Blocks that nothing holds, by instance."""
+        return {
+            dict(labels)["instance"]: value
+            for (name, labels), value in self.metrics().items()
+            if name == "pageferry_worker_free_blocks"
+        }
+
+    def wait_quiet(self, timeout_s: float = QUIET_TIMEOUT_S) -> None:
+        """Wait until no request, sequence or transfer is in flight anywhere."""
+        names = (
+            "pageferry_requests_in_flight",
+            "pageferry_worker_running",
+            "pageferry_worker_waiting",
+            "pageferry_worker_transfers_in_flight",
+        )
+        deadline = time.monotonic() + timeout_s
+        calm = 0
+        while calm < 2:
+            busy = {
+                key: value for key, value in self.metrics().items() if key[0] in names and value
+            }
+            calm = 0 if busy else calm + 1
+            assert time.monotonic() < deadline, f"still busy after {timeout_s} s: {busy}"
+            time.sleep(0.3)
