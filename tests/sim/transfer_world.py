@@ -116,6 +116,7 @@ class World:
         self.scripts: dict[str, Script] = {}
         self.started_ms: dict[str, int] = {}
         self.handoffs: Counter[str] = Counter()
+        self.drops: list[str] = []
         self.contexts, self.generations = (
             tuple(
                 Rank(side, Incarnation(instance=f"{letter}{number}", nonce="0"), Pages(slots))
@@ -347,6 +348,7 @@ class World:
                     at_ms - self.clock.now_ms, lambda: self._ring(rank, session, at_ms)
                 )
             case DropPeer(reason=reason):
+                self.drops.append(reason)
                 self.clock.after(0, lambda: link.close(rank.side, reason))
 
     def _ring(self, rank: Rank, session: Session, at_ms: int) -> None:
@@ -447,6 +449,10 @@ class World:
                 continue
             for request_id, session_id in rank.session_of.items():
                 assert request_id in rank.outcomes, f"{rank.name} {request_id} never ended"
+                deadline_ms = self.started_ms[request_id] + self.scripts[request_id].deadline_ms
+                assert rank.paused_until_ms or (
+                    rank.ended_ms[request_id] <= deadline_ms + max(self.weather.delay_ms)
+                ), f"{rank.name} {request_id} ended after its deadline"
                 session = rank.sessions.get(session_id)
                 if session is not None:
                     self._check_doubt(session)
