@@ -27,6 +27,11 @@ from transfer.ucx.library import STATUS_OK, Library
 
 POLL_S: Final = 1.0
 """Upper bound of one sleep, so that a lost event costs a second and not a transfer."""
+BUSY_ROUNDS: Final = 2
+BUSY_S: Final = 100e-6
+"""UCX gives no event when a full queue of a shared memory lane drains. After so many rounds the
+thread waits this long between looks instead of taking the core from the peer that drains it.
+"""
 DRAIN_S: Final = 2.0
 """How long a stopping driver waits for requests that were cancelled."""
 DRAIN_STEP_S: Final = 0.001
@@ -40,6 +45,7 @@ class _Live:
     request: Any
     buffer: Any
     finished: Finished
+    dropped: Callable[[], None]
 
 
 class Driver:
@@ -53,6 +59,7 @@ class Driver:
         self._live: list[_Live] = []
         self._deliveries: list[Callable[[], None]] = []
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._woken = False
         self._stopping = False
         self._teardown: Callable[[], None] = _nothing
         self._context: Any = None
@@ -74,7 +81,9 @@ class Driver:
     def submit(self, command: Callable[[], None]) -> None:
         """Run ``command`` in the thread, in order of submission. Thread safe."""
         self._commands.append(command)
-        self._wake_up()
+        # The thread clears the mark before it looks for commands, so none is overlooked.
+        if not self._woken:
+            self._wake_up()
 
     async def stop(self, teardown: Callable[[], None]) -> None:
         """Run ``teardown`` in the thread, let cancelled requests end, destroy worker and context,
@@ -109,9 +118,18 @@ class Driver:
         """The ``UCXWorker``."""
         return self._worker
 
-    def watch(self, request: Any, buffer: Any, finished: Finished) -> None:
-        """Hold ``request`` and ``buffer`` until UCX has completed the request, then report."""
-        self._live.append(_Live(request, buffer, finished))
+    def watch(
+        self,
+        request: Any,
+        buffer: Any,
+        finished: Finished,
+        dropped: Callable[[], None] | None = None,
+    ) -> None:
+        """Hold ``request`` and ``buffer`` until UCX has completed the request, then report.
+
+        ``dropped`` is called in this thread, to let go of the request elsewhere.
+        """
+        self._live.append(_Live(request, buffer, finished, dropped or _nothing))
 
     def deliver(self, callback: Callable[[], None]) -> None:
         """Have the event loop call ``callback``; batched per round, order kept."""
@@ -122,6 +140,7 @@ class Driver:
         self.deliver(lambda: None if future.done() else future.set_result(value))
 
     def _wake_up(self) -> None:
+        self._woken = True
         os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:
@@ -147,10 +166,17 @@ class Driver:
         poller.register(self._worker.epoll_file_descriptor, select.EPOLLIN)
         poller.register(self._wake, select.EPOLLIN)
         try:
+            busy_rounds = 0
             while not self._stopping:
                 self._round()
-                if self._commands or not self._worker.arm():
+                if self._commands:
                     continue
+                if not self._worker.arm():
+                    busy_rounds += 1
+                    if busy_rounds > BUSY_ROUNDS:
+                        time.sleep(BUSY_S)
+                    continue
+                busy_rounds = 0
                 for descriptor, _ in poller.poll(POLL_S):
                     if descriptor == self._wake:
                         os.eventfd_read(self._wake)
@@ -158,6 +184,7 @@ class Driver:
             poller.close()
 
     def _round(self) -> None:
+        self._woken = False
         while self._commands:
             self._commands.popleft()()
         # Not progress_once: only this one also carries out the cancellations of endpoints in error.
@@ -182,6 +209,7 @@ class Driver:
                 live.request.check_error()
             except self.library.error as error:
                 text = str(error)
+        live.dropped()
         # The ucxx request must not leave this thread: its destructor may destroy an endpoint.
         finished = live.finished
         self.deliver(lambda: finished(status, text))

@@ -42,6 +42,10 @@ class UcxRequest(PostedRequest):
             self.cancel_wanted = True
             self._endpoint.cancel_request(self)
 
+    def forget_raw(self) -> None:
+        """Driver thread: the ucxx object is dropped where it was made."""
+        self.raw = None
+
     def finish(self, completion: Completion) -> None:
         """Called once, in the loop."""
         self._ended = True
@@ -152,7 +156,10 @@ class UcxEndpoint(Endpoint):
             self._end_unposted(request, str(error))
             return
         self._driver.watch(
-            request.raw, array, lambda status, text: self._finished(request, status, text)
+            request.raw,
+            array,
+            lambda status, text: request.finish(self._completion(request, status, text)),
+            request.forget_raw,
         )
 
     def _end_unposted(self, request: UcxRequest, reason: str) -> None:
@@ -170,10 +177,6 @@ class UcxEndpoint(Endpoint):
         self._driver.deliver(self._lost_in_loop)
 
     # What follows runs in the loop.
-
-    def _finished(self, request: UcxRequest, status: int, text: str) -> None:
-        self._driver.submit(lambda: _forget(request))
-        request.finish(self._completion(request, status, text))
 
     def _completion(self, request: UcxRequest, status: int, text: str) -> Completion:
         if status == STATUS_OK:
@@ -193,8 +196,3 @@ class UcxEndpoint(Endpoint):
         callbacks, self._lost = self._lost, []
         for lost in callbacks:
             lost(self._lost_reason)
-
-
-def _forget(request: UcxRequest) -> None:
-    """Drop the ucxx object where it was made."""
-    request.raw = None

@@ -1,0 +1,240 @@
+"""Agents in two processes over the real UCX: transfers, kill, stop, strangers. Budget: 60 s."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from tests.transfer.agent_rig import WAIT_S, Lease, Node, NodeFacts, lease, start_node
+from transfer.agent_events import (
+    AnnounceReceived,
+    ChunkReceived,
+    HandoffReceived,
+    LeaseEnded,
+    SessionEnded,
+)
+from transfer.auth import mint_nonce
+from transfer.identity import PeerAddress
+from transfer.outcome import Outcome
+from transfer.transport import TransportAddress, TransportError
+from transfer.ucx.transport import UcxTransport
+
+pytestmark = pytest.mark.ucx
+SMALL = (4096, 1024)
+LARGE = (8 << 20, 1 << 20)
+
+
+@dataclass
+class Context:
+    """The other process."""
+
+    process: asyncio.subprocess.Process
+    address: PeerAddress
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    async def line(self) -> str:
+        assert self.process.stdout is not None
+        return (await asyncio.wait_for(self.process.stdout.readline(), WAIT_S)).decode().strip()
+
+    async def finish(self) -> int:
+        """Close its stdin and wait for a clean end."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return await asyncio.wait_for(self.process.wait(), WAIT_S)
+
+
+@asynccontextmanager
+async def context_process(slot_bytes: tuple[int, ...], num_slots: int) -> AsyncIterator[Context]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "tests.transfer.context_process",
+        json.dumps({"slot_bytes": slot_bytes, "num_slots": num_slots}),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    try:
+        line = await asyncio.wait_for(process.stdout.readline(), WAIT_S)
+        yield Context(process, PeerAddress.model_validate_json(line))
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+@asynccontextmanager
+async def generation(slot_bytes: tuple[int, ...], num_slots: int) -> AsyncIterator[Node]:
+    facts = NodeFacts(num_slots=num_slots, groups={0: slot_bytes, 1: (2048,)})
+    node = await start_node("generation", UcxTransport("127.0.0.1"), facts)
+    try:
+        yield node
+    finally:
+        await node.agent.close()
+
+
+async def start_request(
+    node: Node, context: Context, request_id: str, slots: list[int], deadline_ms: int = 20_000
+) -> Lease:
+    node.agent.grant(request_id, context.address, 10, deadline_ms)
+    await node.engine.expect(AnnounceReceived, request_id)
+    pages = lease(0, slots)
+    node.agent.ready(request_id, 0, len(slots), pages)
+    return pages
+
+
+async def complete(node: Node, request_id: str, slots: list[int]) -> None:
+    await node.engine.expect(HandoffReceived, request_id)
+    end = await node.engine.expect(SessionEnded, request_id)
+    assert end.outcome is Outcome.SUCCEEDED
+    await node.engine.expect(LeaseEnded, request_id)
+    for array in node.memory.pools.values():
+        for block, slot in enumerate(slots):
+            assert int(array[slot].min()) == int(array[slot].max()) == (block + 1) % 256
+
+
+async def test_requests_one_after_another_and_together() -> None:
+    blocks = 16
+    async with context_process(SMALL, blocks) as context, generation(SMALL, 64 * blocks) as node:
+        await node.agent.warm(context.address)
+        assert set(node.agent.lanes.values()) == {"shm"}
+        order = np.random.default_rng(0).permutation(64 * blocks).tolist()
+        scattered = [order[blocks * n : blocks * (n + 1)] for n in range(64)]
+        started = time.perf_counter()
+        for number, slots in enumerate(scattered[:16]):
+            await start_request(node, context, f"one {number}", slots)
+            await complete(node, f"one {number}", slots)
+        alone_s = (time.perf_counter() - started) / 16
+        started = time.perf_counter()
+        for number in range(len(scattered)):
+            node.agent.grant(f"many {number}", context.address, 10, 20_000)
+        for number, slots in enumerate(scattered):
+            await node.engine.expect(AnnounceReceived, f"many {number}")
+            node.agent.ready(f"many {number}", 0, blocks, lease(0, slots))
+        for number, slots in enumerate(scattered):
+            await complete(node, f"many {number}", slots)
+        together_s = (time.perf_counter() - started) / 64
+        print(f"16 scattered small blocks: {alone_s * 1e3:.1f} ms alone, {together_s * 1e3:.1f} ms")
+        assert await context.finish() == 0
+
+
+async def test_large_pages_run_fast_enough_to_be_useful() -> None:
+    blocks = 16
+    async with context_process(LARGE, blocks) as context, generation(LARGE, blocks) as node:
+        slots = list(range(blocks))
+        for number in range(3):
+            await start_request(node, context, f"r{number}", slots)
+            await complete(node, f"r{number}", slots)
+        print(f"144 MiB a request, runs of 4 blocks: {node.agent.counters.gb_per_s:.2f} GB/s")
+        assert node.agent.counters.gb_per_s > 0.1
+
+
+@pytest.mark.parametrize("moment", ["idle", "in mid-transfer"])
+async def test_the_peer_is_killed(moment: str) -> None:
+    blocks = 16
+    slots = list(range(blocks))
+    async with context_process(LARGE, blocks) as context, generation(LARGE, blocks) as node:
+        if moment == "idle":
+            node.agent.grant("r", context.address, 10, 20_000)
+            await node.engine.expect(AnnounceReceived, "r")
+        else:
+            await start_request(node, context, "r", slots)
+            await node.engine.expect(ChunkReceived, "r")
+        context.signal(signal.SIGKILL)
+        killed = time.perf_counter()
+        end = await node.engine.expect(SessionEnded, "r")
+        noticed_ms = (time.perf_counter() - killed) * 1e3
+        print(f"killed {moment}: noticed after {noticed_ms:.0f} ms: {end.reason}")
+        assert end.outcome is Outcome.FAILED
+        assert noticed_ms < 5_000
+        if moment != "idle":
+            await node.engine.expect(LeaseEnded, "r")
+        node.agent.peer_known_dead(context.address.incarnation)
+        for array in node.memory.pools.values():
+            array[:] = 0
+        async with context_process(LARGE, blocks) as again:
+            await start_request(node, again, "next", slots)
+            await complete(node, "next", slots)
+
+
+async def test_a_stopped_peer_is_noticed_and_may_return() -> None:
+    blocks = 16
+    async with context_process(SMALL, blocks) as context, generation(SMALL, 2 * blocks) as node:
+        first, second = list(range(blocks)), list(range(blocks, 2 * blocks))
+        await start_request(node, context, "before", first)
+        await complete(node, "before", first)
+        node.agent.grant("r", context.address, 10, 20_000)
+        await node.engine.expect(AnnounceReceived, "r")
+        context.signal(signal.SIGSTOP)
+        stopped = time.perf_counter()
+        node.agent.ready("r", 0, blocks, lease(0, second))
+        end = await node.engine.expect(SessionEnded, "r")
+        print(f"stop noticed after {(time.perf_counter() - stopped) * 1e3:.0f} ms: {end.reason}")
+        assert "no word from the peer" in end.reason
+        await node.engine.expect(LeaseEnded, "r")
+        for array in node.memory.pools.values():
+            array[second] = 0
+        context.signal(signal.SIGCONT)
+        await start_request(node, context, "after", first)
+        await complete(node, "after", first)
+        for array in node.memory.pools.values():
+            assert not array[second].any()
+
+
+async def test_cancelled_in_mid_transfer_is_clean_and_quick() -> None:
+    blocks = 16
+    slots = list(range(blocks))
+    async with context_process(LARGE, blocks) as context, generation(LARGE, blocks) as node:
+        for number in range(5):
+            name = f"r{number}"
+            await start_request(node, context, name, slots)
+            await node.engine.expect(ChunkReceived, name)
+            node.agent.cancel(name, "not wanted")
+            await node.engine.expect(LeaseEnded, name)
+            for array in node.memory.pools.values():
+                array[:] = 0
+            await asyncio.sleep(0.02)
+            assert not any(array.any() for array in node.memory.pools.values())
+        await start_request(node, context, "last", slots)
+        await complete(node, "last", slots)
+
+
+async def test_a_stranger_reaches_no_page() -> None:
+    """A dialler that knows the data port but no opening gets no endpoint."""
+    async with context_process(SMALL, 16) as context, generation(SMALL, 16) as node:
+        await node.agent.warm(context.address)
+        stranger = UcxTransport("127.0.0.1")
+        await stranger.start(lambda opening, endpoint: False)
+        facts = await data_address(node)
+        with pytest.raises(TransportError):
+            await stranger.connect(facts, mint_nonce(), timeout_s=WAIT_S)
+        await stranger.close()
+        slots = list(range(16))
+        await start_request(node, context, "r", slots)
+        await complete(node, "r", slots)
+
+
+async def data_address(node: Node) -> TransportAddress:
+    """Ask for the data port as a peer would."""
+    from tests.transfer.agent_rig import TOKEN, rank_info
+    from transfer.control import ControlConnection, prove_as_generation, read_introduction
+    from transfer.messages import Introduction
+
+    reader, writer = await asyncio.open_connection(node.address.host, node.address.control_port)
+    connection = ControlConnection(reader, writer)
+    await prove_as_generation(connection, TOKEN)
+    connection.write(Introduction(rank_info=rank_info("prober")))
+    info = (await read_introduction(connection)).rank_info
+    writer.close()
+    return TransportAddress(info.data_host, info.data_port)
