@@ -88,6 +88,8 @@ async def _receive(endpoint: Endpoint) -> list[float]:
         await _posted(endpoint, np.zeros(1, dtype=np.uint8), ACKNOWLEDGE_TAG, receive=False)
         await arrived
         seconds.append(time.perf_counter() - started)
+    # A sender that closed after its own last completion would cut off what is on its way.
+    await _posted(endpoint, np.zeros(1, dtype=np.uint8), ACKNOWLEDGE_TAG, receive=False)
     return seconds[1:]
 
 
@@ -101,10 +103,11 @@ async def send(port: int, opening: bytes) -> None:
                 TransportAddress(HOST, port), opening, timeout_s=TIMEOUT_S
             )
             pages = np.ones(MESSAGE_BYTES, dtype=np.uint8)
+            asked = np.zeros(1, dtype=np.uint8)
             for _ in range(ROUNDS):
-                asked = np.zeros(1, dtype=np.uint8)
                 await _posted(endpoint, asked, ACKNOWLEDGE_TAG, receive=True)
                 await _posted(endpoint, pages, PAGES_TAG, receive=False)
+            await _posted(endpoint, asked, ACKNOWLEDGE_TAG, receive=True)
     finally:
         await transport.close()
 
