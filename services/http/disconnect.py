@@ -33,8 +33,8 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> R
             return task.result()
         raise ClientGone
     finally:
-        await _end(watcher)
-        await _end(task)
+        await end_task(watcher)
+        await end_task(task)
 
 
 async def _gone(receive: Receive) -> None:
@@ -42,9 +42,9 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def _end(task: asyncio.Future[Any]) -> None:
-    """Cancel ``task`` and wait until its own clean-up is done."""
+async def end_task(task: asyncio.Future[Any]) -> None:
+    """Cancel ``task`` and wait until its own clean-up is done. What it raised is dropped."""
     task.cancel()
     await asyncio.wait({task})
     if not task.cancelled():
-        task.exception()  # it is ours to look at, or asyncio complains that nobody did
+        task.exception()  # looked at, or asyncio would complain that nobody did

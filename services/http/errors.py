@@ -135,6 +135,14 @@ def _retryable(status: int, message: str, code: str, retry_after_s: int) -> ApiE
     )
 
 
+_ENCODER: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def encode_json(content: Mapping[str, Any]) -> bytes:
+    """Compact JSON in UTF-8, on one line."""
+    return _ENCODER.encode(content).encode()
+
+
 def json_response(
     content: Mapping[str, Any], *, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:

@@ -160,7 +160,8 @@ class Generation:
                     return None
                 if delta.stop_index is not None:
                     self._streams[prompt].stop(delta.choice, delta.stop_index)
-                return replace(delta, choice=prompt * self._requests[prompt].n + delta.choice)
+                first = prompt * self._requests[prompt].n
+                return replace(delta, choice=first + delta.choice) if first else delta
             case Completed():
                 if not text.is_finished:
                     raise InconsistentEvents("request completed before every choice finished")

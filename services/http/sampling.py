@@ -115,7 +115,8 @@ def max_output_tokens(request: SamplingFields, prompt_tokens: int, limits: Model
     asked = _asked_tokens(request)
     left = limits.max_sequence_tokens - prompt_tokens
     if asked is None:
-        asked = max(left, 1)
+        is_chat = isinstance(request, ChatCompletionRequest)
+        asked = max(1, left if is_chat else min(left, DEFAULT_COMPLETION_TOKENS))
     if asked > left:
         param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
         raise context_length_exceeded(limits.max_sequence_tokens, prompt_tokens, asked, param=param)
@@ -123,9 +124,9 @@ def max_output_tokens(request: SamplingFields, prompt_tokens: int, limits: Model
 
 
 def _asked_tokens(request: SamplingFields) -> int | None:
-    """What the client asked for; None: whatever the context has left."""
+    """What the client asked for; None when it left that open."""
     if not isinstance(request, ChatCompletionRequest):
-        return _given(request.max_tokens, DEFAULT_COMPLETION_TOKENS)
+        return request.max_tokens
     both = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(both) > 1:
         raise invalid(

@@ -9,7 +9,6 @@ client that reads slowly delays only itself.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Mapping
 from typing import Any, Final
@@ -20,8 +19,8 @@ from typing_extensions import override
 
 from services.http.answers import Answers
 from services.http.assembly import InconsistentEvents
-from services.http.disconnect import ClientGone, unless_gone
-from services.http.errors import ApiError, internal_error
+from services.http.disconnect import ClientGone, end_task, unless_gone
+from services.http.errors import ApiError, encode_json, internal_error
 from services.http.generation import Generation
 from services.http.metrics import HttpMetrics
 from services.http.settings import HttpSettings
@@ -34,8 +33,7 @@ _LOG = logging.getLogger(__name__)
 
 def event(content: Mapping[str, Any]) -> bytes:
     """One event. JSON has no raw line breaks, so one data line always suffices."""
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return b"data: %s\n\n" % text.encode()
+    return b"data: %s\n\n" % encode_json(content)
 
 
 class _EventWriter:
@@ -112,8 +110,7 @@ class EventStreamResponse(Response):
         try:
             error = await self._write_events(writer)
         finally:
-            keeper.cancel()
-            await asyncio.wait({keeper})
+            await end_task(keeper)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return error
 

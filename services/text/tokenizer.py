@@ -20,15 +20,20 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 from tokenizers import Tokenizer as RawTokenizer
 
-from services.text.chat_template import ChatTemplate, ChatTemplateError, Conversation
-from services.text.vocabulary import Vocabulary
+from services.text.chat_template import (
+    ChatTemplate,
+    ChatTemplateError,
+    Conversation,
+    InvalidTemplate,
+)
+from services.text.vocabulary import UnsupportedTokenizer, Vocabulary
 
 TokenIds = npt.NDArray[np.int32]
 ResultT = TypeVar("ResultT")
 
 
 class TokenizerFilesError(ValueError):
-    """The directory does not hold a usable tokenizer."""
+    """The directory does not hold a usable tokenizer: files missing, broken or of unknown kinds."""
 
 
 class GenerationFacts(BaseModel):
@@ -70,9 +75,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path, *, threads: int = 2) -> Tokenizer:
-        """Read an exported directory. Raises TokenizerFilesError, UnsupportedTokenizer or
-        InvalidTemplate.
-        """
+        """Read an exported directory. Raises TokenizerFilesError."""
         template = directory / "chat_template.jinja"
         try:
             facts = GenerationFacts.model_validate_json(
@@ -86,7 +89,10 @@ class Tokenizer:
             raw = RawTokenizer.from_str(tokenizer_json)
         except Exception as error:  # tokenizers raises plain Exception
             raise TokenizerFilesError(f"{directory / 'tokenizer.json'}: {error}") from error
-        return cls(raw, facts, source, threads=threads)
+        try:
+            return cls(raw, facts, source, threads=threads)
+        except (UnsupportedTokenizer, InvalidTemplate) as error:
+            raise TokenizerFilesError(f"tokenizer files in {directory}: {error}") from error
 
     def close(self) -> None:
         """End the threads; calls that still wait for one are cancelled."""

@@ -95,6 +95,19 @@ def test_unusable_files_are_named(tmp_path: Path, broken: str) -> None:
         Tokenizer.load(tmp_path)
 
 
+def test_files_of_unknown_kinds_are_named(tmp_path: Path) -> None:
+    export(tmp_path, "{% if %}")
+    with pytest.raises(TokenizerFilesError, match="chat template"):
+        Tokenizer.load(tmp_path)
+    export(tmp_path, None)
+    (tmp_path / "chat_template.jinja").unlink()
+    spec = json.loads((tmp_path / "tokenizer.json").read_text())
+    spec["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(TokenizerFilesError, match="WordPiece"):
+        Tokenizer.load(tmp_path)
+
+
 async def test_encoding_happens_outside_the_event_loop() -> None:
     tokenizer = Tokenizer(byte_level_tokenizer(), facts(), "{{ messages[0].content }}")
     before = {thread.name for thread in threading.enumerate()}
