@@ -17,6 +17,8 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from services import default_model
+
 TEST_MODEL: Final = "PAGEFERRY_TEST_MODEL"
 """Path of a GGUF file or directory that stands in for the default model in tests."""
 
@@ -93,6 +95,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def real_model_path() -> Path | None:
-    """The small real model, when this machine has it."""
+    """The small real model, when this machine has it: named by environment, else the default
+    one.
+    """
     named = os.environ.get(TEST_MODEL)
-    return Path(named) if named else None
+    return Path(named) if named else default_model.find()

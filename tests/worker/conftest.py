@@ -46,5 +46,5 @@ def real_model() -> Path:
     """The small real model, or a skip that says how to get it."""
     path = real_model_path()
     if path is None:
-        pytest.skip("no real model: set PAGEFERRY_TEST_MODEL to its GGUF file")
+        pytest.skip("the default model is not on this machine: `pageferry demo` fetches it")
     return path
