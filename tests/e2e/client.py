@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 QUIET_TIMEOUT_S = 20.0
@@ -126,31 +127,26 @@ class Client:
             time.sleep(0.1)
         return time.monotonic() - started
 
-    def metrics(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-        """All samples of ``/metrics`` by name and sorted labels."""
+    def families(self) -> dict[str, Metric]:
+        """All metrics of ``/metrics`` by name."""
         text = self.http.get("/metrics").text
-        return {
-            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-        }
+        return {family.name: family for family in text_string_to_metric_families(text)}
 
-    def total(self, name: str, **labels: str) -> float:
-        """Sum of a metric over all samples whose labels include ``labels``."""
-        wanted = labels.items()
-        found = [
-            v for (n, ls), v in self.metrics().items() if n == name and wanted <= dict(ls).items()
-        ]
-        assert found, f"no metric {name} with {labels}"
-        return sum(found)
+    def total(self, name: str) -> float:
+        """Sum of a counter or gauge over all labels; 0 while it has no sample, an error when
+        there is no such metric.
+        """
+        family = self.families()[name]
+        wanted = f"{name}_total" if family.type == "counter" else name
+        return sum(sample.value for sample in family.samples if sample.name == wanted)
+
+    def by_instance(self, name: str) -> dict[str, float]:
+        """A worker metric by instance."""
+        return {sample.labels["instance"]: sample.value for sample in self.families()[name].samples}
 
     def free_blocks(self) -> dict[str, float]:
         """Blocks that nothing holds, by instance."""
-        return {
-            dict(labels)["instance"]: value
-            for (name, labels), value in self.metrics().items()
-            if name == "pageferry_worker_free_blocks"
-        }
+        return self.by_instance("pageferry_worker_free_blocks")
 
     def wait_quiet(self, timeout_s: float = QUIET_TIMEOUT_S) -> None:
         """Wait until no request, sequence or transfer is in flight anywhere."""
@@ -163,9 +159,8 @@ class Client:
         deadline = time.monotonic() + timeout_s
         calm = 0
         while calm < 2:
-            busy = {
-                key: value for key, value in self.metrics().items() if key[0] in names and value
-            }
+            families = self.families()
+            busy = [s for name in names for s in families[name].samples if s.value]
             calm = 0 if busy else calm + 1
             assert time.monotonic() < deadline, f"still busy after {timeout_s} s: {busy}"
             time.sleep(0.3)

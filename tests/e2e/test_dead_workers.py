@@ -102,7 +102,7 @@ def test_a_lost_transfer_is_repaired_and_counted(
     and the context worker dies.
     """
     client.wait_ready(RESTART_S)
-    repairs = client.total("pageferry_repairs_total")
+    repairs = client.total("pageferry_repairs")
     context, generation = service.pid("context-0"), service.pid("generation-0")
     body = request_of(101, 1200)
     paused = threading.Event()
@@ -126,7 +126,7 @@ def test_a_lost_transfer_is_repaired_and_counted(
         os.kill(generation, signal.SIGCONT)
     service.wait_restarted("context-0", context, RESTART_S)
     client.wait_ready(RESTART_S)
-    assert client.total("pageferry_repairs_total") == repairs + 1
+    assert client.total("pageferry_repairs") == repairs + 1
     assert_complete(reference, client, 101, body, got)
 
 

@@ -60,7 +60,7 @@ def test_token_one_comes_first_and_once_over_a_slow_context_connection(
             assert got.first_token_s is not None
             # The hand-over carries token 1 too, so it does not wait for the slow connection.
             assert got.first_token_s < DELAY_S
-        assert client.total("pageferry_token_conflicts_total") == 0
+        assert client.total("pageferry_token_conflicts") == 0
 
 
 def test_fifty_requests_on_a_decode_pool_of_two_prompts(tiny: tuple[Path, Path]) -> None:
@@ -110,5 +110,5 @@ def test_fifty_requests_on_a_decode_pool_of_two_prompts(tiny: tuple[Path, Path])
         client.wait_quiet()
         assert client.free_blocks() == free_before
         # Two sequences fit with all they will ever need: nothing had to be suspended.
-        assert client.total("pageferry_worker_preemptions_total") == 0
-        assert client.total("pageferry_repairs_total") == 0
+        assert client.total("pageferry_worker_preemptions") == 0
+        assert client.total("pageferry_repairs") == 0

@@ -1,0 +1,40 @@
+"""One real service for the session: Ray, a context and a generation worker, SmolLM2, HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.default_model import resolve
+from services.errors import ModelError
+from tests.e2e.client import Client
+from tests.support.launched_service import LaunchedService
+
+SMALL_CACHE = ("--kv-cache-bytes", "512MiB", "--device", "cpu")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The default model's file; skips where it neither is nor can be fetched."""
+    try:
+        return resolve()
+    except ModelError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def service(smollm2: Path) -> Iterator[LaunchedService]:
+    """The one Ray cluster of the session. A test that breaks it leaves it ready again."""
+    with LaunchedService(smollm2, *SMALL_CACHE) as launched:
+        yield launched
+
+
+@pytest.fixture
+def client(service: LaunchedService) -> Iterator[Client]:
+    """A client of the service, which is ready."""
+    client = Client(service.url)
+    client.wait_ready(60)
+    yield client
+    client.http.close()
