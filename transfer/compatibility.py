@@ -14,7 +14,7 @@ from typing import Final
 from typing_extensions import override
 
 from transfer.plan import TransferPlan
-from transfer.rank_info import PageGroup, PageView, RankInfo
+from transfer.rank_info import PageBuffer, PageGroup, PageView, RankInfo
 
 ABSENT: Final = "absent"
 
@@ -72,21 +72,22 @@ FACTS: Final[Mapping[str, tuple[Callable[[RankInfo], object], str]]] = {
 }
 """Facts of a rank that must be equal: how to read each, and what to do about it."""
 
-PAGE_FACTS: Final[Mapping[str, Callable[[PageView, PageGroup], object]]] = {
-    "mapping": lambda view, _: view.mapping,
-    "element": lambda view, _: view.element,
-    "total_heads": lambda view, _: view.total_heads,
-    "num_heads": lambda view, _: view.num_heads,
-    "first_head": lambda view, _: view.first_head,
-    "elements_per_head": lambda view, _: view.elements_per_head,
-    "tokens_per_page": lambda view, _: view.tokens_per_page,
-    "pages_per_block": lambda view, _: view.pages_per_block,
-    "page_bytes": lambda view, _: view.page_bytes,
-    "page_stride_bytes": lambda view, _: view.page_stride_bytes,
-    "sections": lambda view, _: view.sections,
-    "kind": lambda _, group: group.kind,
-    "window": lambda _, group: group.window,
-    "sink_blocks": lambda _, group: group.sink_blocks,
+PAGE_FACTS: Final[Mapping[str, Callable[[PageView, PageGroup, PageBuffer], object]]] = {
+    "mapping": lambda view, _group, _buffer: view.mapping,
+    "element": lambda view, _group, _buffer: view.element,
+    "total_heads": lambda view, _group, _buffer: view.total_heads,
+    "num_heads": lambda view, _group, _buffer: view.num_heads,
+    "first_head": lambda view, _group, _buffer: view.first_head,
+    "elements_per_head": lambda view, _group, _buffer: view.elements_per_head,
+    "tokens_per_page": lambda view, _group, _buffer: view.tokens_per_page,
+    "pages_per_block": lambda view, _group, _buffer: view.pages_per_block,
+    "page_bytes": lambda view, _group, _buffer: view.page_bytes,
+    "page_stride_bytes": lambda view, _group, _buffer: view.page_stride_bytes,
+    "size_bytes": lambda _view, _group, buffer: buffer.size_bytes,
+    "sections": lambda view, _group, _buffer: view.sections,
+    "kind": lambda _view, group, _buffer: group.kind,
+    "window": lambda _view, group, _buffer: group.window,
+    "sink_blocks": lambda _view, group, _buffer: group.sink_blocks,
 }
 """Facts of the pages of a buffer that both ranks hold, and of the group it lives in."""
 
@@ -149,11 +150,13 @@ def _page_rows(local: RankInfo, remote: RankInfo) -> Iterator[Incompatibility]:
                     " / ".join(sorted({pair[1] for pair in pairs})),
                     SAME_LAYOUT,
                 )
-    states = sorted({group.kind for _, group in ours.values()} - {"attention"})
-    if states:
-        text = ", ".join(states)
+    kinds = [{group.kind for _, group, _ in held.values()} for held in (ours, theirs)]
+    if set.union(*kinds) - {"attention"}:
         yield Incompatibility(
-            "page kind", text, text, "only attention pages are mapped; serve this model aggregated"
+            "page kind",
+            "+".join(sorted(kinds[0])),
+            "+".join(sorted(kinds[1])),
+            "only attention pages are mapped; serve this model aggregated",
         )
 
 
@@ -164,11 +167,12 @@ def _layout_rows(local: RankInfo, remote: RankInfo) -> Iterator[Incompatibility]
         yield Incompatibility("slot layout", _layout_text(local), _layout_text(remote), SAME_LAYOUT)
 
 
-def _buffers(info: RankInfo) -> dict[BufferKey, tuple[PageView, PageGroup]]:
+def _buffers(info: RankInfo) -> dict[BufferKey, tuple[PageView, PageGroup, PageBuffer]]:
     return {
         (view.owner, buffer.layer_id, buffer.role): (
             view,
             info.page_table.group(view.layer_group),
+            buffer,
         )
         for view in info.page_table.views
         for buffer in view.buffers
