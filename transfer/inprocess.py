@@ -28,6 +28,7 @@ from transfer.transport import (
     TransportAddress,
     TransportError,
     TransportFacts,
+    check_tag,
     remote_access,
 )
 
@@ -149,6 +150,7 @@ class InProcessEndpoint(Endpoint):
 
     @override
     def post_send(self, buffer: object, tag: int, ended: Ended) -> PostedRequest:
+        check_tag(tag)
         request = InProcessRequest(self, buffer, ended)
         if self._alive:
             self.other.queues.setdefault(tag, _Queues()).sends.append(request)
@@ -159,6 +161,7 @@ class InProcessEndpoint(Endpoint):
 
     @override
     def post_receive(self, buffer: object, tag: int, ended: Ended) -> PostedRequest:
+        check_tag(tag)
         request = InProcessRequest(self, buffer, ended)
         if self._alive:
             self.queues.setdefault(tag, _Queues()).receives.append(request)

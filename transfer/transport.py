@@ -119,7 +119,7 @@ class Endpoint(ABC):
     @abstractmethod
     def post_send(self, buffer: object, tag: int, ended: Ended) -> PostedRequest:
         """Send ``buffer``, which must stay unchanged until ``ended``. Raises ValueError for a
-        buffer that isn't contiguous.
+        buffer that isn't contiguous and for a tag of more than 64 bits.
         """
 
     @abstractmethod
@@ -147,8 +147,11 @@ class Transport(ABC):
 
     @abstractmethod
     async def close_endpoint(self, endpoint: Endpoint) -> None:
-        """Close at once, without waiting for the peer. Pending requests end, most of them before
-        this returns, and each only when the transport is really through with it. Idempotent.
+        """Close at once, without waiting for the peer. Idempotent.
+
+        Pending requests end, most of them before this returns, and each only when the transport
+        is really through with it. A send that is DONE may not have arrived yet and is cut off:
+        have the peer's word first.
         """
 
     @abstractmethod
@@ -165,6 +168,13 @@ class Transport(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Close every endpoint and stop. Idempotent; pending requests end first."""
+
+
+def check_tag(tag: int) -> int:
+    """The tag. Raises ValueError when it is no unsigned number of 64 bits."""
+    if not 0 <= tag < 1 << TAG_BITS:
+        raise ValueError(f"tag: expected 0 to 2**{TAG_BITS} - 1, got {tag}")
+    return tag
 
 
 SHARED_MEMORY_LANES: Final = frozenset({"sysv", "posix", "cma", "xpmem", "knem"})

@@ -209,6 +209,14 @@ async def test_buffers_must_be_contiguous(pair: Pair) -> None:
         pair.far.post_receive(np.zeros((8, 8), np.uint8).T, 1, Watch())
 
 
+async def test_tags_have_64_bits(pair: Pair) -> None:
+    for tag in (-1, 1 << 64):
+        with pytest.raises(ValueError, match="tag"):
+            pair.near.post_send(noise(10), tag, Watch())
+        with pytest.raises(ValueError, match="tag"):
+            pair.near.post_receive(noise(10), tag, Watch())
+
+
 async def test_callbacks_run_in_the_loops_thread(pair: Pair) -> None:
     received, _ = receive(pair, np.zeros(10, np.uint8), 1)
     sent = send(pair, noise(10), 1)

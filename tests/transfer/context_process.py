@@ -11,6 +11,8 @@ import asyncio
 import json
 import sys
 
+import uvloop
+
 from tests.transfer.agent_rig import (
     FAST,
     HANDOFF,
@@ -79,4 +81,5 @@ class ContextProcess:
 
 if __name__ == "__main__":
     sizes = json.loads(sys.argv[1])
-    asyncio.run(ContextProcess(tuple(sizes["slot_bytes"]), sizes["num_slots"]).run())
+    # The loop of a real worker; the tests' side runs asyncio's own.
+    uvloop.run(ContextProcess(tuple(sizes["slot_bytes"]), sizes["num_slots"]).run())

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import os
 import select
 import threading
@@ -51,9 +52,12 @@ class _Live:
 class Driver:
     """The thread, its queue of commands and the requests that have not completed."""
 
-    def __init__(self, library: Library, failed: Callable[[str], None]) -> None:
+    def __init__(
+        self, library: Library, failed: Callable[[str], None], cuda_device: int | None
+    ) -> None:
         """``failed`` is called in the event loop if the thread dies of an error."""
         self.library = library
+        self._cuda_device = cuda_device
         self._failed = failed
         self._commands: deque[Callable[[], None]] = deque()
         self._live: list[_Live] = []
@@ -155,6 +159,8 @@ class Driver:
             raise
 
     def _open(self) -> None:
+        if self._cuda_device is not None:
+            self.library.use_cuda_device(self._cuda_device)
         api = self.library.api
         features = (api.Feature.TAG, api.Feature.STREAM, api.Feature.WAKEUP)
         self._context = api.UCXContext({}, features)
@@ -219,9 +225,11 @@ class Driver:
             return
         batch, self._deliveries = self._deliveries, []
         loop = self._loop
-        if loop is None or loop.is_closed():
+        if loop is None:
             return
-        loop.call_soon_threadsafe(_schedule, loop, batch)
+        # A loop that is closed has nobody left to tell.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(_schedule, loop, batch)
 
     def _close(self) -> None:
         while self._commands:

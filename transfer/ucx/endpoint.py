@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from typing_extensions import override
@@ -15,6 +16,7 @@ from transfer.transport import (
     Lost,
     PostedRequest,
     check_requirement,
+    check_tag,
     remote_access,
 )
 from transfer.ucx.driver import Driver
@@ -87,17 +89,11 @@ class UcxEndpoint(Endpoint):
 
     @override
     def post_send(self, buffer: object, tag: int, ended: Ended) -> PostedRequest:
-        array = self._array(buffer)
-        request = UcxRequest(self, ended)
-        self._driver.submit(lambda: self._post(request, array, lambda raw: raw.tag_send, tag))
-        return request
+        return self._submit(buffer, tag, ended, lambda raw: raw.tag_send)
 
     @override
     def post_receive(self, buffer: object, tag: int, ended: Ended) -> PostedRequest:
-        array = self._array(buffer)
-        request = UcxRequest(self, ended)
-        self._driver.submit(lambda: self._post(request, array, lambda raw: raw.tag_recv, tag))
-        return request
+        return self._submit(buffer, tag, ended, lambda raw: raw.tag_recv)
 
     def cancel_request(self, request: UcxRequest) -> None:
         """Ask UCX to cancel; a request that UCX has matched runs on."""
@@ -114,6 +110,15 @@ class UcxEndpoint(Endpoint):
     def check_lanes(self, required: str | None) -> None:
         """Raise TransportRequirementError when the pair does not use the required transport."""
         check_requirement(required, self._lanes, "connection to a peer")
+
+    def _submit(
+        self, buffer: object, tag: int, ended: Ended, verb: Callable[[Any], Any]
+    ) -> PostedRequest:
+        array = self._array(buffer)
+        check_tag(tag)
+        request = UcxRequest(self, ended)
+        self._driver.submit(lambda: self._post(request, array, verb, tag))
+        return request
 
     def _array(self, buffer: object) -> Any:
         array = self._driver.library.array(buffer)
@@ -142,7 +147,7 @@ class UcxEndpoint(Endpoint):
             # close() flushes to a peer that may be stopped, and crashes on a closed endpoint.
             raw.close_blocking()
 
-    def _post(self, request: UcxRequest, array: Any, verb: Any, tag: int) -> None:
+    def _post(self, request: UcxRequest, array: Any, verb: Callable[[Any], Any], tag: int) -> None:
         if request.cancel_wanted:
             self._end_unposted(request, "cancelled before it was posted")
             return
@@ -152,8 +157,9 @@ class UcxEndpoint(Endpoint):
         library = self._driver.library
         try:
             request.raw = verb(self.raw)(array, library.tag(tag))
-        except library.error as error:
-            self._end_unposted(request, str(error))
+        except (library.error, ValueError, OverflowError) as error:
+            # A kind of memory that UCX does not take must not end the thread.
+            self._end_unposted(request, f"{type(error).__name__}: {error}")
             return
         self._driver.watch(
             request.raw,

@@ -74,6 +74,8 @@ class Library:
     path: str
     cancel: Callable[[Any], None]
     """Ask a ucxx request to cancel; it stays valid and still has to complete."""
+    use_cuda_device: Callable[[int], None]
+    """Make a device's context current in the calling thread."""
     lanes: Callable[[Any], tuple[str, ...]]
     """Transport names of a live ucxx endpoint, without repetition."""
 
@@ -92,6 +94,7 @@ def load() -> Library:
     apply_to_process()
     try:
         import ucxx
+        from ucxx._cuda_context import ensure_cuda_context
         from ucxx._lib import libucxx as api
         from ucxx._lib.arr import Array
         from ucxx.types import Tag
@@ -108,6 +111,7 @@ def load() -> Library:
         error=ucxx.exceptions.UCXError,
         version=(version[0], version[1], version[2]),
         path=path,
+        use_cuda_device=ensure_cuda_context,
         cancel=_cancel_call(mapped_file("libucxx.so")),
         lanes=_lanes_call(path, version),
     )

@@ -10,6 +10,7 @@ there is open an endpoint that is dropped for its wrong opening.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any, Final
@@ -43,21 +44,29 @@ BOUND: Final = b"pageferry endpoint bound".ljust(OPENING_BYTES, b".")
 class UcxTransport(Transport):
     """One listener and any number of endpoints over one driver thread."""
 
-    def __init__(self, host: str, *, require_transport: str | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        *,
+        require_transport: str | None = None,
+        cuda_device: int | None = None,
+    ) -> None:
         """``host`` is the address that peers are told to dial. ``require_transport`` names a lane
         (``sysv``, ``cuda_ipc``) or a kind (``shm``, ``rdma``) without which neither this process
-        nor a pair is accepted.
+        nor a pair is accepted. ``cuda_device`` is the visible device whose memory is sent; the
+        driver thread makes its context current, as UCX's CUDA lanes need.
         """
         self._host = host
         self._required = require_transport
         self._library = load()
-        self._driver = Driver(self._library, self._driver_failed)
+        self._driver = Driver(self._library, self._driver_failed, cuda_device)
         self._failure = ""
         self._closed = False
         self._available: tuple[str, ...] = ()
         self._accept: Accept | None = None
         self._endpoints: set[UcxEndpoint] = set()
         self._unbound: dict[UcxEndpoint, asyncio.TimerHandle] = {}
+        self._calls: set[asyncio.Future[Any]] = set()
         self._listener: Any = None
 
     @override
@@ -113,7 +122,9 @@ class UcxTransport(Transport):
             )
         self._forget(endpoint)
         endpoint.close_here()
-        if not self._failure and not self._closed:
+        if self._failure or self._closed:
+            return
+        with contextlib.suppress(TransportError):
             await self._call(_nothing)
             # Endings travel one round after the close itself.
             await self._call(_nothing)
@@ -164,11 +175,16 @@ class UcxTransport(Transport):
             else:
                 self._driver.answer(future, value)
 
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
         self._driver.submit(run)
         return await future
 
     def _driver_failed(self, reason: str) -> None:
         self._failure = reason
+        logger.error("%s", reason)
+        for call in tuple(self._calls):
+            _fail(call, reason)
 
     def _forget(self, endpoint: UcxEndpoint) -> None:
         self._endpoints.discard(endpoint)
