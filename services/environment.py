@@ -35,6 +35,7 @@ RAY_VARIABLES: Final = {
     # Our runtime environment is explicit; `uv run` must not send a copy of the project along.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_DEDUP_LOGS": "0",
+    "RAY_COLOR_PREFIX": "0",
     # CUDA_VISIBLE_DEVICES of workers without a GPU is our business.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }

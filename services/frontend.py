@@ -33,7 +33,7 @@ from services.orchestration.service import Orchestrator, OrchestratorSettings
 from services.text.tokenizer import Tokenizer, TokenizerFilesError
 from transfer.wire import FrameError
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("services.frontend")
 
 KEEP_ALIVE_S: Final = 75
 BACKLOG: Final = 2048

@@ -30,8 +30,7 @@ KILL_AFTER_S: Final = 3.0
 class FrontEndProcess:
     """One front end. ``run`` keeps it alive; ``publish`` may be called at any time."""
 
-    def __init__(self, settings: FrontEndSettings, listener: socket.socket) -> None:
-        self._settings = settings
+    def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
         self._workers: tuple[WorkerAddress, ...] = ()
         self._process: asyncio.subprocess.Process | None = None
@@ -53,11 +52,11 @@ class FrontEndProcess:
         if self._process is not None:
             self._send(self._process, MembershipUpdate(workers=workers))
 
-    async def run(self) -> None:
+    async def run(self, settings: FrontEndSettings) -> None:
         """Keep a front end alive until cancelled. Raises StartError when the first one does not
         come up."""
         while True:
-            code = await self._run_once()
+            code = await self._run_once(settings)
             if not self._listening.is_set():
                 raise StartError(
                     f"the front end ended with exit code {code} before it listened; "
@@ -67,7 +66,7 @@ class FrontEndProcess:
             logger.error("the front end ended with exit code %d; starting it again", code)
             await asyncio.sleep(RESTART_DELAY_S)
 
-    async def _run_once(self) -> int:
+    async def _run_once(self, settings: FrontEndSettings) -> int:
         # -P: a folder named `services` where the user stands must not be imported.
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "services.frontend"),
@@ -79,7 +78,7 @@ class FrontEndProcess:
             env=child_environment({}),
         )
         try:
-            self._send(process, self._settings)
+            self._send(process, settings)
             self._send(process, MembershipUpdate(workers=self._workers))
             self._process = process
             await self._wait_until_listening(process)
@@ -90,7 +89,7 @@ class FrontEndProcess:
             raise
         finally:
             self._process = None
-            await self._end(process)
+            await _end(process, settings.drain_timeout_ms / 1_000 + KILL_AFTER_S)
 
     async def _wait_until_listening(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
@@ -114,19 +113,19 @@ class FrontEndProcess:
         if not process.stdin.is_closing():
             LAUNCHER_CODEC.write(process.stdin, [message])
 
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
-        """End of input, then force. The front end drains by itself, within its own limit."""
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            limit_s = self._settings.drain_timeout_ms / 1_000 + KILL_AFTER_S
-            await asyncio.wait_for(process.wait(), limit_s)
-        except TimeoutError:
-            logger.warning("front end %d did not end in time and is killed", process.pid)
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+
+async def _end(process: asyncio.subprocess.Process, limit_s: float) -> None:
+    """End of input, then force. The front end drains by itself, within its own limit."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        await asyncio.wait_for(process.wait(), limit_s)
+    except TimeoutError:
+        logger.warning("front end %d did not end in time and is killed", process.pid)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 def bind(host: str, port: int) -> socket.socket:

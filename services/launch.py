@@ -12,8 +12,9 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from typing_extensions import override
 
+from services import reaper
 from services.environment import ROLE
 from services.errors import StartError
 from services.instances import InstanceHost, Report, RunningInstance
@@ -42,7 +44,7 @@ PROGRESS_POLL_S: Final = 0.25
 STOP_GRACE_S: Final = 4.0
 """For an orderly end of an instance; after it the process is killed."""
 KILL_GRACE_S: Final = 1.0
-CALL_TIMEOUT_S: Final = 10.0
+REAPER_TIMEOUT_S: Final = 15.0
 
 MakeConfig = Callable[[InstancePlan, Incarnation, str], WorkerConfig]
 """(plan, incarnation, host to listen on) -> configuration of the worker."""
@@ -63,60 +65,55 @@ class RayHost(InstanceHost):
     """Starts instances as actors of one Ray cluster."""
 
     def __init__(
-        self, settings: RaySettings, make_config: MakeConfig, session_folder: str | None
+        self, settings: RaySettings, make_config: MakeConfig, session: _Session | None
     ) -> None:
         self._settings = settings
         self._make_config = make_config
-        self._session_folder = session_folder
+        self._session = session
         self._failed = False
 
     @classmethod
     def open(cls, settings: RaySettings, make_config: MakeConfig) -> RayHost:
         """Start or join Ray. Blocks for seconds. Raises StartError."""
-        folder = None
+        session = None
         arguments: dict[str, Any] = {
             "namespace": NAMESPACE,
             "logging_level": "error",
             "log_to_driver": True,
         }
         if settings.address is None:
-            # Sockets lie in this folder, and their paths may not be longer than 107 characters.
-            folder = tempfile.mkdtemp(prefix="pageferry-ray-", dir="/tmp")
+            session = _Session()
             arguments |= {
                 "address": "local",
                 "num_cpus": 0,
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,
                 "_node_ip_address": "127.0.0.1",
-                "_temp_dir": folder,
+                "_temp_dir": session.folder,
             }
         else:
             arguments |= {"address": settings.address}
         try:
-            with _neutral_directory(folder):
+            with _neutral_directory(None if session is None else session.folder):
                 ray.init(**arguments)
-        except (ConnectionError, RuntimeError, OSError, ValueError, RayError) as error:
+        except BaseException as error:
             ray.shutdown()
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+            if session is not None:
+                session.close(keep_logs=False)
+            if not isinstance(error, ConnectionError | RuntimeError | OSError | ValueError):
+                raise
             where = settings.address or "a private Ray on this machine"
             raise StartError(f"Ray ({where}) cannot be used: {error}") from error
-        return cls(settings, make_config, folder)
+        return cls(settings, make_config, session)
 
     def close(self) -> None:
         """Leave Ray, and end it if it is a private one. Its logs stay when an instance failed."""
         ray.shutdown()
-        if self._session_folder is None:
+        if self._session is None:
             return
         if self._failed:
-            logger.warning("logs of Ray and of the workers: %s", self.log_folder)
-        else:
-            shutil.rmtree(self._session_folder, ignore_errors=True)
-
-    @property
-    def log_folder(self) -> str:
-        """Where a private Ray keeps the output of its processes."""
-        return f"{self._session_folder}/session_latest/logs"
+            logger.warning("logs of Ray and of the workers: %s", self._session.log_folder)
+        self._session.close(keep_logs=self._failed)
 
     @override
     async def start(
@@ -192,6 +189,29 @@ class RayHost(InstanceHost):
         offset = 0 if plan.role == "context" else len(nodes) // 2
         host, node_id = nodes[(int(plan.name.rsplit("-", 1)[1]) + offset) % len(nodes)]
         return node_id, host
+
+
+class _Session:
+    """Folder of a private Ray, and the process that clears it when this one is killed."""
+
+    def __init__(self) -> None:
+        # Sockets lie in this folder, and their paths may not be longer than 107 characters.
+        self.folder = tempfile.mkdtemp(prefix="pageferry-ray-", dir="/tmp")
+        self._reaper = subprocess.Popen(
+            [sys.executable, "-P", "-m", "services.reaper", self.folder],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    @property
+    def log_folder(self) -> str:
+        """Where Ray keeps the output of its processes."""
+        return f"{self.folder}/session_latest/logs"
+
+    def close(self, *, keep_logs: bool) -> None:
+        """Whatever still runs there ends."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._reaper.communicate(reaper.KEEP if keep_logs else None, REAPER_TIMEOUT_S)
 
 
 class RayInstance(RunningInstance):

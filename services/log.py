@@ -31,5 +31,5 @@ def configure_logging(level: str) -> None:
     root.addHandler(handler)
     root.setLevel(level.upper())
     # One line a request is the business of the metrics, not of the log.
-    for chatty in ("httpx", "httpcore", "asyncio"):
+    for chatty in ("httpx", "httpcore", "asyncio", "uvicorn"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 READY_POLL_S: Final = 0.2
 READY_TIMEOUT_S: Final = 30.0
 """Of one question to /ready: a canary request may run inside it."""
@@ -146,41 +147,56 @@ class _Launch:
         self._model = model
         self._plans = plans
         self._listener = listener
+        self._stop = asyncio.Event()
+        self._tasks: tuple[asyncio.Task[Any], ...] = ()
 
     async def run(self, work: Work) -> None:
         loop = asyncio.get_running_loop()
+        self._watch_signals()
         tokenizer = loop.create_task(self._export_tokenizer(), name="tokenizer")
         await asyncio.sleep(0)
         host = self._open_ray()
+        # Once more: Ray has put its own handler in place of ours.
+        self._watch_signals()
         try:
-            front_end = FrontEndProcess(self._settings(str(await tokenizer)), self._listener)
+            if self._stop.is_set():
+                return
+            front_end = FrontEndProcess(self._listener)
             keeper = InstanceKeeper(host, self._plans, front_end.publish, self._terminal)
-            await self._supervise(front_end, keeper, work)
+            await self._supervise(front_end, keeper, tokenizer, work)
         finally:
             tokenizer.cancel()
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
             host.close()
 
+    def _watch_signals(self) -> None:
+        for number in SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            # Told twice: nothing is waited for any more, everything is killed.
+            for task in self._tasks:
+                task.cancel()
+        self._stop.set()
+
     async def _supervise(
-        self, front_end: FrontEndProcess, keeper: InstanceKeeper, work: Work
+        self,
+        front_end: FrontEndProcess,
+        keeper: InstanceKeeper,
+        tokenizer: asyncio.Task[str],
+        work: Work,
     ) -> None:
         loop = asyncio.get_running_loop()
-        stop = asyncio.Event()
-        stopping = loop.create_task(stop.wait(), name="stop")
-        front_end_task = loop.create_task(front_end.run(), name="front end")
+        stopping = loop.create_task(self._stop.wait(), name="stop")
+        front_end_task = loop.create_task(
+            self._run_front_end(front_end, tokenizer), name="front end"
+        )
         keeper_task = loop.create_task(keeper.run(), name="instances")
         work_task = loop.create_task(self._when_ready(front_end, keeper, work), name="work")
         # In the order in which they are ended.
-        tasks: tuple[asyncio.Task[Any], ...] = (stopping, work_task, front_end_task, keeper_task)
-
-        def on_signal() -> None:
-            if stop.is_set():
-                # Told twice: nothing is waited for any more, everything is killed.
-                for task in tasks:
-                    task.cancel()
-            stop.set()
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, on_signal)
+        self._tasks = tasks = (stopping, work_task, front_end_task, keeper_task)
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -188,14 +204,20 @@ class _Launch:
             for task in tasks:
                 task.cancel()
                 await asyncio.wait({task})
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
         for task in tasks:
             error = None if task.cancelled() else task.exception()
             if error is not None and task in done:
                 raise error
             if error is not None:
                 logger.warning("%s: while stopping: %s", task.get_name(), error)
+
+    async def _run_front_end(
+        self, front_end: FrontEndProcess, tokenizer: asyncio.Task[str]
+    ) -> None:
+        """Instances load their models while the tokenizer is exported."""
+        folder = await tokenizer
+        self._terminal.update("front end", "starting")
+        await front_end.run(self._settings(folder))
 
     async def _export_tokenizer(self) -> str:
         self._terminal.update("tokenizer", "exporting")
@@ -246,7 +268,6 @@ class _Launch:
         for plan in self._plans:
             memory = format_bytes(plan.kv_cache_bytes)
             self._terminal.update(plan.name, f"waiting ({plan.device}, KV cache {memory})")
-        self._terminal.update("front end", "starting")
         await front_end.listening()
         self._terminal.done("front end", f"listening on {self._config.host}:{port}")
         await keeper.all_up()

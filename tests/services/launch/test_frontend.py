@@ -220,7 +220,8 @@ class Kept:
         self.listener = bind("127.0.0.1", 0)
         self.port: int = self.listener.getsockname()[1]
         changes |= {"listen_fd": self.listener.fileno(), "port": self.port}
-        self.process = FrontEndProcess(settings(tokenizer_folder, **changes), self.listener)
+        self.process = FrontEndProcess(self.listener)
+        self.settings = settings(tokenizer_folder, **changes)
         self.url = f"http://127.0.0.1:{self.port}"
 
     async def pid(self) -> int:
@@ -235,7 +236,7 @@ async def test_a_crashed_front_end_is_replaced_on_the_same_port_and_knows_the_wo
     tokenizer_folder: Path,
 ) -> None:
     kept = Kept(tokenizer_folder)
-    task = asyncio.create_task(kept.process.run())
+    task = asyncio.create_task(kept.process.run(kept.settings))
     async with workers() as addresses:
         kept.process.publish(addresses)
         await asyncio.wait_for(kept.process.listening(), 30)
@@ -258,7 +259,7 @@ async def test_a_crashed_front_end_is_replaced_on_the_same_port_and_knows_the_wo
 async def test_a_front_end_that_cannot_start_is_an_error(tmp_path: Path) -> None:
     kept = Kept(tmp_path / "no tokenizer here")
     with pytest.raises(StartError, match="ended with exit code 1 before it listened"):
-        await kept.process.run()
+        await kept.process.run(kept.settings)
     kept.listener.close()
 
 
