@@ -60,9 +60,6 @@ class Vocabulary:
         """Whether the token is a control token, which never shows in text."""
         return token_id in self._special
 
-    def __contains__(self, token_id: int) -> bool:
-        return token_id in self._ids
-
     def piece(self, token_id: int) -> bytes:
         """Bytes of a token inside a text; of a control token its name; empty for an id without a
         token.
