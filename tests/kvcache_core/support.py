@@ -64,6 +64,7 @@ LAYOUTS: dict[str, list[KVCacheLayerSpec]] = {
     "mixed, two pool groups": [layer(0, heads=3), layer(1, window=9), layer(2, window=9)],
     "windows only": [layer(0, window=7), layer(1, window=13)],
     "sinks": [layer(0), layer(1, window=6, sinks=5)],
+    "sinks, own pool": [layer(0, heads=3), layer(1, window=6, sinks=5)],
     "optional draft": [
         layer(0),
         layer(1, window=6, owner=DRAFT, policy=ReusePolicy.OPTIONAL),
@@ -135,9 +136,9 @@ class Memory(PageCopier):
 class Rig:
     """A manager with its memory."""
 
-    def __init__(self, name: str, slots: int, tokens_per_block: int = BLOCK) -> None:
+    def __init__(self, name: str, slots: int | list[int], tokens_per_block: int = BLOCK) -> None:
         self.plan = plan_of(name, tokens_per_block)
-        counts = [slots] * len(self.plan.pool_groups)
+        counts = slots if isinstance(slots, list) else [slots] * len(self.plan.pool_groups)
         self.memory = Memory(self.plan, counts)
         self.manager = UnifiedKVCacheManager(self.plan, counts, self.memory, incarnation="worker@0")
         self.groups = range(len(self.plan.layer_groups))

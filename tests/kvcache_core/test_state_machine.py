@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from typing_extensions import override
 
 from kvcache_core.lease import LeaseState, PageLease
 from kvcache_core.sequence import SequenceCache
@@ -196,6 +197,7 @@ class CacheMachine(RuleBasedStateMachine):
             for pool_group, slot, content in seen:
                 assert tuple(self.rig.memory.content[pool_group][slot]) == content
 
+    @override
     def teardown(self) -> None:
         for story in self.stories:
             story.cache.close()

@@ -1,0 +1,176 @@
+"""Addresses and views on real memory, odd slots and the last one included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache_core.index_space import IndexKind, IndexSpace
+from kvcache_core.layout import LayoutPlan
+from kvcache_core.spec import (
+    BufferRole,
+    BufferSpec,
+    ElementType,
+    KVCacheLayerSpec,
+    PageMapping,
+    recurrent_layer,
+)
+from kvcache_core.storage import TorchStorage
+from kvcache_core.storage.torch_storage import TORCH_TYPES, element_type_of
+from tests.kvcache_core.support import DRAFT, TARGET, plan_of
+
+SLOTS = 7
+
+
+def attention(layer_id: int, dtype: ElementType, **changes: Any) -> KVCacheLayerSpec:
+    fields: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 16, **changes}
+    owner = DRAFT if layer_id > 3 else TARGET
+    return KVCacheLayerSpec(layer_id=layer_id, owner=owner, dtype=dtype, **fields)
+
+
+def mixed_plan() -> LayoutPlan:
+    index = BufferSpec(
+        role=BufferRole.INDEX_KEY,
+        dtype=ElementType.BFLOAT16,
+        num_heads=1,
+        elements_per_head=24,
+        mapping=PageMapping.REPLICATED,
+    )
+    conv = BufferSpec(
+        role=BufferRole.CONV_STATE,
+        dtype=ElementType.FLOAT16,
+        num_heads=1,
+        elements_per_head=12,
+        mapping=PageMapping.SECTIONED,
+        sections=(8, 4),
+    )
+    with_index = KVCacheLayerSpec(
+        **{**vars(attention(1, ElementType.FLOAT16)), "extra_buffers": (index,)}
+    )
+    specs = [
+        attention(0, ElementType.BFLOAT16),
+        with_index,
+        attention(2, ElementType.FLOAT8_E4M3, kv_factor=1, num_kv_heads=1, head_dim=40),
+        attention(3, ElementType.PACKED4, scale_block_elements=8, head_dim=32),
+        attention(4, ElementType.FLOAT32, window=8),
+        attention(5, ElementType.BFLOAT16, tokens_per_page=4),
+        recurrent_layer(6, TARGET, [conv]),
+    ]
+    return LayoutPlan.derive(specs, tokens_per_block=8)
+
+
+def test_each_page_lies_where_its_address_says() -> None:
+    plan = mixed_plan()
+    storage = TorchStorage(plan, [SLOTS] * len(plan.pool_groups))
+    for number, ((layer_id, role), address) in enumerate(plan.addresses.items(), start=1):
+        view = storage.buffer(layer_id, role)
+        geometry = address.geometry
+        pool = storage.pool_bytes(address.pool_group, address.pool)
+        for slot in (0, 1, 3, SLOTS - 1):
+            pool.zero_()
+            pages = view[slot] if geometry.pages_per_block > 1 else view[slot].unsqueeze(0)
+            assert len(pages) == geometry.pages_per_block
+            for page, data in enumerate(pages):
+                data.copy_(torch.full(data.shape, float(number % 7 + 1)).to(data.dtype))
+                raw = data.contiguous().view(torch.uint8).flatten()
+                start = address.byte_offset(slot, page)
+                flat = pool.flatten()[start : start + geometry.page_bytes]
+                assert torch.equal(flat, raw)
+                assert len(raw) == geometry.page_bytes
+            assert int((pool.sum(dim=1) > 0).sum()) == 1
+            written = geometry.page_bytes * geometry.pages_per_block
+            assert int((pool != 0).sum()) <= written
+
+
+def test_index_spaces_address_the_views() -> None:
+    plan = mixed_plan()
+    storage = TorchStorage(plan, [SLOTS] * len(plan.pool_groups))
+    for (layer_id, role), address in plan.addresses.items():
+        view = storage.buffer(layer_id, role)
+        base = storage.pool_bytes(address.pool_group, address.pool).data_ptr()
+        for kind in IndexKind:
+            try:
+                space = IndexSpace.of(address, kind)
+            except ValueError:
+                continue
+            for slot in (1, SLOTS - 1):
+                index = slot * space.scale + space.bias
+                assert base + space.byte_offset(index) == view[slot].data_ptr()
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        ElementType.FLOAT32,
+        ElementType.BFLOAT16,
+        ElementType.FLOAT16,
+        ElementType.FLOAT8_E4M3,
+    ],
+)
+def test_kv_is_a_view_of_the_pool(dtype: ElementType) -> None:
+    plan = LayoutPlan.derive([attention(0, dtype), attention(1, dtype)], tokens_per_block=8)
+    storage = TorchStorage(plan, [SLOTS])
+    kv = storage.kv(1)
+    assert kv.shape == (SLOTS, 2, 2, 8, 16)
+    assert kv.dtype is TORCH_TYPES[dtype]
+    assert element_type_of(kv.dtype) is dtype
+    assert storage.pool_bytes(0, 0).is_contiguous()
+    assert storage.pool_bytes(0, 0).data_ptr() % 64 == 0
+    value = storage.buffer(1, BufferRole.VALUE)
+    kv[SLOTS - 1, 1] = torch.ones(2, 8, 16).to(kv.dtype)
+    assert value[SLOTS - 1].float().sum() == 2 * 8 * 16
+    assert storage.kv(0).float().sum() == 0
+    assert kv[SLOTS - 1, 1].data_ptr() == value[SLOTS - 1].data_ptr()
+
+
+def test_kv_shapes_of_special_layers() -> None:
+    plan = mixed_plan()
+    storage = TorchStorage(plan, [SLOTS] * len(plan.pool_groups))
+    assert storage.kv(2).shape == (SLOTS, 1, 1, 8, 40)
+    assert storage.kv(3).shape == (SLOTS, 2, 2, 8, 16)
+    assert storage.kv(3).dtype is torch.uint8
+    assert storage.kv(5).shape == (SLOTS, 2, 2, 2, 4, 16)
+    assert storage.buffer(6, BufferRole.CONV_STATE).shape == (SLOTS, 1, 12)
+    with pytest.raises(KeyError, match="layer 6 has no key buffer"):
+        storage.kv(6)
+
+
+def test_copy_slot_copies_all_pools_and_nothing_else() -> None:
+    plan = mixed_plan()
+    storage = TorchStorage(plan, [SLOTS] * len(plan.pool_groups))
+    generator = torch.Generator().manual_seed(1)
+    for group in plan.pool_groups:
+        before = []
+        for pool in range(len(group.slot_bytes)):
+            data = storage.pool_bytes(group.id, pool)
+            data.copy_(torch.randint(0, 256, data.shape, generator=generator, dtype=torch.uint8))
+            before.append(data.clone())
+        storage.copy_slot(group.id, 2, 5)
+        for pool, old in enumerate(before):
+            new = storage.pool_bytes(group.id, pool)
+            assert torch.equal(new[5], old[2])
+            kept = [slot for slot in range(SLOTS) if slot != 5]
+            assert torch.equal(new[kept], old[kept])
+
+
+def test_wrong_requests_are_refused() -> None:
+    plan = plan_of("mixed, two pool groups")
+    with pytest.raises(ValueError, match="each of 2 pool groups"):
+        TorchStorage(plan, [4])
+    with pytest.raises(ValueError, match=r"no KV cache of torch\.int64"):
+        element_type_of(torch.int64)
+
+
+@pytest.mark.gpu
+def test_views_on_a_gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    plan = mixed_plan()
+    storage = TorchStorage(plan, [SLOTS] * len(plan.pool_groups), "cuda")
+    kv = storage.kv(0)
+    kv[3] = 1.0
+    storage.copy_slot(plan.address(0, BufferRole.KEY).pool_group, 3, 6)
+    assert torch.equal(kv[6], kv[3])
+    assert storage.pool_bytes(0, 0).data_ptr() % 64 == 0
