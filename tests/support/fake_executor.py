@@ -64,6 +64,18 @@ def chain(stamp: int, token: int) -> int:
     return value ^ (value >> 29)
 
 
+def chains(
+    stamps: npt.NDArray[np.uint64], tokens: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
+    """:func:`chain` of many pairs at once."""
+    value: npt.NDArray[np.uint64] = stamps * np.uint64(6364136223846793005) + tokens * np.uint64(
+        1442695040888963407
+    )
+    value += np.uint64(1)
+    value ^= value >> np.uint64(29)
+    return value
+
+
 def fake_draw(stamp: int, seed: int, choice: int, index: int, vocab_size: int) -> int:
     """The token drawn after a prefix with ``stamp``."""
     value = chain(chain(chain(stamp, seed & 0xFFFFFFFF), choice + 1), index + 1)
@@ -151,23 +163,26 @@ class FakeExecutor(Executor):
         tokens = self._memory.tokens[layer_group.pool_group]
         stamps = self._memory.stamps[layer_group.pool_group]
         stale_start, stale_end = layer_group.life_cycle.stale_range(part.start, block)
-        stamp: int | None = ROOT_STAMP
-        for position in range(part.start):
-            ordinal, offset = divmod(position, block)
-            if stale_start <= ordinal < stale_end:
-                stamp = None
+        stamp = ROOT_STAMP
+        for first, end in ((0, stale_start), (stale_end, -(-part.start // block))):
+            if first >= end:
                 continue
-            slot = int(table[ordinal])
-            if slot < 0:
-                raise WrongPage(f"sequence {part.sequence}: no page for block {ordinal}")
-            found = int(stamps[slot, offset])
-            if stamp is not None and found != chain(stamp, int(tokens[slot, offset])):
+            slots = table[first:end]
+            if slots.min() < 0:
+                raise WrongPage(f"sequence {part.sequence}: a block of [{first}, {end}) is gone")
+            length = min(end * block, part.start) - first * block
+            found = stamps[slots].reshape(-1)[:length]
+            read = tokens[slots].reshape(-1)[:length].astype(np.uint64)
+            # Behind a gap the first stamp has nothing before it to be checked against.
+            known = [ROOT_STAMP] if first == 0 else []
+            before = np.concatenate([np.array(known, dtype=np.uint64), found[:-1]])
+            wrong = chains(before, read[len(read) - len(before) :]) != found[-len(before) :]
+            if len(before) and wrong.any():
                 raise WrongPage(
-                    f"sequence {part.sequence}: slot {slot} of layer group {group} does not hold "
-                    f"position {position}"
+                    f"sequence {part.sequence}: layer group {group} does not hold its prefix in "
+                    f"blocks [{first}, {end}): {slots.tolist()}"
                 )
-            stamp = found
-        assert stamp is not None, "a window never hides the last token"
+            stamp = int(found[-1])
         for index, token in enumerate(part.tokens.tolist()):
             ordinal, offset = divmod(part.start + index, block)
             slot = int(table[ordinal])

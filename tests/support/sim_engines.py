@@ -80,6 +80,7 @@ class Heard:
 
     started: list[LegStarted] = field(default_factory=list)
     ended: list[LegEnded] = field(default_factory=list)
+    ended_ms: int = 0
 
 
 @dataclass
@@ -214,6 +215,7 @@ class SimWorld:
         for ended in output.ended:
             leg = self._leg(name, ended.leg, ended.request_id)
             leg.ended.append(ended)
+            leg.ended_ms = self.clock.now
 
     def _leg(self, name: str, kind: Leg, request_id: str) -> Heard:
         return self.legs.setdefault((name, kind, request_id), Heard())

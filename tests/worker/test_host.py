@@ -72,7 +72,8 @@ def cluster(
     logs = tmp_path_factory.mktemp("workers")
     roles: tuple[WorkerRole, ...] = ("aggregated", "context", "generation")
     runs = [start_worker(config(role, path), logs / f"{role}.log") for role in roles]
-    yield Cluster(*runs, ReferenceModel(path))
+    aggregated, context, generation = runs
+    yield Cluster(aggregated, context, generation, ReferenceModel(path))
     codes = [run.stop() for run in runs]
     assert codes == [0, 0, 0], {role: (logs / f"{role}.log").read_text() for role in roles}
 
