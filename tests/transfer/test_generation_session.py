@@ -297,6 +297,12 @@ def test_repeated_messages_change_nothing() -> None:
     assert session.state is S.COMPLETING
 
 
+def test_a_repeated_chunk_is_not_received_twice() -> None:
+    session = generation_at(S.RECEIVING)
+    assert session.handle(CHUNK, 1) == ()
+    assert session.state is S.RECEIVING
+
+
 def test_late_messages_after_the_end_change_nothing() -> None:
     session = generation_at(S.GRANTED)
     session.handle(CancelRequested("x"), 0)
