@@ -36,6 +36,7 @@ from transfer.session import Session
 from transfer.session_events import (
     AnnounceRequested,
     CancelRequested,
+    FailureReported,
     GrantRequested,
     HandOffRequested,
     NoDecodeRequested,
@@ -47,6 +48,7 @@ from transfer.transport import PageMemory, Transport, main_lane
 
 logger = logging.getLogger(__name__)
 
+STOPPING: Final = "this worker is stopping"
 HEALTH_S: Final = 0.5
 """How often the transport is looked at: its death is nobody's completion."""
 
@@ -111,13 +113,11 @@ class TransferAgent(PairOwner):
         self._closed = True
         if self._health is not None:
             self._health.cancel()
-        for request_id, task in tuple(self._dialling.items()):
-            task.cancel()
-            logger.info("closing while request %s waits for its peer", request_id)
+        for request_id in tuple(self._dialling):
+            self._stop_dialling(request_id, STOPPING)
         for running in self._all_running():
-            fail_session(running.pair, running.session, "this worker is stopping")
+            running.pair.drive(running.session, FailureReported(STOPPING))
         await self._peers.close()
-        await asyncio.gather(*self._dialling.values(), return_exceptions=True)
 
     async def warm(self, peer: PeerAddress) -> None:
         """Connect to a context worker ahead of the first request, data endpoint and all.
@@ -283,7 +283,7 @@ class TransferAgent(PairOwner):
             logger.error("request %s was granted twice by this engine; ignored", request_id)
             return
         if self._closed:
-            self._end_unstarted(request_id, Outcome.FAILED, "this worker is stopping", "engine")
+            self._end_unstarted(request_id, Outcome.FAILED, STOPPING, "engine")
             return
         pair = self._connector().open_pair(Side.GENERATION, source.incarnation)
         if pair is not None:
@@ -300,11 +300,6 @@ class TransferAgent(PairOwner):
         try:
             async with asyncio.timeout_at(end_s):
                 pair = await self._connector().pair_with(source)
-        except asyncio.CancelledError:
-            reason = self._cancels.take(request_id) or "this worker is stopping"
-            self._dialling.pop(request_id, None)
-            self._end_unstarted(request_id, Outcome.CANCELLED, reason, "cancelled")
-            return
         except TimeoutError:
             self._dialling.pop(request_id, None)
             self._end_unstarted(
@@ -320,6 +315,11 @@ class TransferAgent(PairOwner):
         self._dialling.pop(request_id, None)
         left_ms = max(int((end_s - loop.time()) * 1000), 1)
         self._grant_over(pair, request_id, prompt_tokens, left_ms)
+
+    def _stop_dialling(self, request_id: str, reason: str) -> None:
+        # A task that was never run cannot report its own cancellation.
+        self._dialling.pop(request_id).cancel()
+        self._end_unstarted(request_id, Outcome.CANCELLED, reason, "cancelled")
 
     def _grant_over(
         self, pair: Pair, request_id: str, prompt_tokens: int, deadline_ms: int
@@ -394,10 +394,8 @@ class TransferAgent(PairOwner):
 
     def _cancel(self, request_id: str, reason: str) -> None:
         known = False
-        task = self._dialling.get(request_id)
-        if task is not None:
-            self._cancels.remember(request_id, reason)
-            task.cancel()
+        if request_id in self._dialling:
+            self._stop_dialling(request_id, reason)
             return
         for side in Side:
             if request_id in self._running[side]:

@@ -216,25 +216,31 @@ class Pair:
     async def _lose(self, reason: str) -> None:
         if not self.bound.done():
             self.bound.set_exception(ConnectionError(reason))
-        if self._endpoint is not None:
-            await self._transport.close_endpoint(self._endpoint)
-        dead = self._owner.known_dead(self.incarnation)
-        fate = PeerFate.DEAD if dead else PeerFate.UNKNOWN
         if self._sessions:
             logger.warning(
                 "lost %s with %d sessions: %s", self.incarnation, len(self._sessions), reason
             )
-        held, self._held = self._held, deque()
+        try:
+            if self._endpoint is not None:
+                await self._transport.close_endpoint(self._endpoint)
+            self._tell_loss(reason)
+        finally:
+            self.torn_down.set()
+            self._owner.pair_lost(self)
+
+    def _tell_loss(self, reason: str) -> None:
+        dead = self._owner.known_dead(self.incarnation)
         for session in self.sessions:
-            self.drive(session, PeerLost(reason, fate))
+            self.drive(session, PeerLost(reason, PeerFate.DEAD if dead else PeerFate.UNKNOWN))
+        held, self._held = self._held, deque()
         for entry in held:
             for post in entry.command.posts:
                 self.drive(entry.session, PostEnded(post.id, PostStatus.REVOKED))
-        broken, self._broken = self._broken, []
+        # From here on ends of posts are told as they come.
         self.torn_down.set()
+        broken, self._broken = self._broken, []
         for session, post_id, status in broken:
             self.drive(session, PostEnded(post_id, status))
-        self._owner.pair_lost(self)
 
     def _carry_out(self, session: Session, event: object, commands: tuple[Command, ...]) -> None:
         for command in commands:

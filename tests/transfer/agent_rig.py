@@ -47,6 +47,8 @@ GROUPS = {0: (4096, 1024), 1: (2048,)}
 VIEWS = {0: 0, 1: 2}
 EventT = TypeVar("EventT", bound=AgentEvent)
 HANDOFF = HandoffData(choices=(ChoiceHandoff(token=7),), cached_tokens=0)
+PATIENT = ControlTiming(connect_ms=10_000, heartbeat_ms=200, silence_ms=2_000)
+"""For processes that share few cores with others."""
 FAST = ControlTiming(connect_ms=3_000, heartbeat_ms=100, silence_ms=600)
 
 

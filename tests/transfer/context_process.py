@@ -14,8 +14,8 @@ import sys
 import uvloop
 
 from tests.transfer.agent_rig import (
-    FAST,
     HANDOFF,
+    PATIENT,
     TOKEN,
     VIEWS,
     ArrayMemory,
@@ -45,7 +45,7 @@ class ContextProcess:
             views=VIEWS,
             transport=UcxTransport("127.0.0.1"),
             memory=memory,
-            config=AgentConfig(host="127.0.0.1", cluster_token=TOKEN, timing=FAST),
+            config=AgentConfig(host="127.0.0.1", cluster_token=TOKEN, timing=PATIENT),
             deliver=self.handle,
         )
 

@@ -194,6 +194,19 @@ async def test_cancel_before_the_request_is_remembered(nodes: tuple[Node, Node])
         assert end.outcome is Outcome.CANCELLED
 
 
+async def test_cancel_while_the_peer_is_dialled(nodes: tuple[Node, Node]) -> None:
+    context, generation = nodes
+    for number in range(6):
+        name = f"r{number}"
+        generation.agent.grant(name, context.address, 10, 20_000)
+        for _ in range(number):
+            await asyncio.sleep(0)
+        generation.agent.cancel(name, "gone")
+        end = await generation.engine.expect(SessionEnded, name)
+        assert (end.outcome, end.reason) == (Outcome.CANCELLED, "gone")
+    await Transfer("next", [1], [2]).run(context, generation)
+
+
 async def test_deadlines_pass_without_traffic(nodes: tuple[Node, Node]) -> None:
     context, generation = nodes
     generation.agent.grant("r", context.address, 10, 300)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from tests.transfer.agent_rig import WAIT_S, Lease, Node, NodeFacts, lease, start_node
+from tests.transfer.agent_rig import PATIENT, WAIT_S, Lease, Node, NodeFacts, lease, start_node
 from transfer.agent_events import (
     AnnounceReceived,
     ChunkReceived,
@@ -76,7 +76,7 @@ async def context_process(slot_bytes: tuple[int, ...], num_slots: int) -> AsyncI
 
 @asynccontextmanager
 async def generation(slot_bytes: tuple[int, ...], num_slots: int) -> AsyncIterator[Node]:
-    facts = NodeFacts(num_slots=num_slots, groups={0: slot_bytes, 1: (2048,)})
+    facts = NodeFacts(num_slots=num_slots, groups={0: slot_bytes, 1: (2048,)}, timing=PATIENT)
     node = await start_node("generation", UcxTransport("127.0.0.1"), facts)
     try:
         yield node
@@ -208,6 +208,47 @@ async def test_cancelled_in_mid_transfer_is_clean_and_quick() -> None:
             assert not any(array.any() for array in node.memory.pools.values())
         await start_request(node, context, "last", slots)
         await complete(node, "last", slots)
+
+
+async def test_a_storm_of_cancellations_leaves_no_byte_and_no_page_behind() -> None:
+    """Page sets are used again at once by the next request, cancelled or not before it."""
+    blocks, together, rounds = 8, 4, 50
+    slot_bytes = (128 << 10, 32 << 10)
+    random = np.random.default_rng(7)
+    async with (
+        context_process(slot_bytes, blocks) as context,
+        generation(slot_bytes, together * blocks) as node,
+    ):
+
+        async def one(name: str, slots: list[int], turns: int) -> Outcome:
+            await start_request(node, context, name, slots)
+            if turns < 30:
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                node.agent.cancel(name, "not wanted")
+            end = await node.engine.expect(SessionEnded, name)
+            await node.engine.expect(LeaseEnded, name)
+            if end.outcome is Outcome.SUCCEEDED:
+                await complete(node, name, slots)
+            for array in node.memory.pools.values():
+                array[slots] = 0
+            await asyncio.sleep(0)
+            assert not any(array[slots].any() for array in node.memory.pools.values())
+            return end.outcome
+
+        async def lane(number: int) -> list[Outcome]:
+            slots = list(range(number * blocks, (number + 1) * blocks))
+            return [
+                await one(f"r{number}-{turn}", slots, int(random.integers(0, 60)))
+                for turn in range(rounds)
+            ]
+
+        outcomes = await asyncio.gather(*(lane(number) for number in range(together)))
+        ended = [outcome for part in outcomes for outcome in part]
+        assert set(ended) == {Outcome.SUCCEEDED, Outcome.CANCELLED}
+        assert node.agent.counters.sessions_in_flight == 0
+        assert node.agent.counters.leases_in_doubt == 0
+        assert await context.finish() == 0
 
 
 async def test_a_stranger_reaches_no_page() -> None:
