@@ -22,7 +22,7 @@ from worker.messages import SamplingParams
 from worker.model.loader import LoadedModel, load_model
 from worker.model.runner import ModelRunner
 from worker.ports import Clock, Draw, Executor, Output, Slice, Transfers
-from worker.ranks import LeaderManager
+from worker.ranks import RankManager
 
 WARM_UP_TOKENS = 16
 
@@ -42,7 +42,7 @@ class RankCore:
     loaded: LoadedModel
     plan: LayoutPlan
     storage: TorchStorage
-    manager: LeaderManager
+    manager: RankManager
     executor: Executor
     demand: PageDemand
     max_sequence_tokens: int
@@ -66,7 +66,7 @@ def load_core(config: WorkerConfig, progress: Callable[[str], None]) -> RankCore
     )
     slots = plan.slots_for(config.kv_cache_bytes, sizing)
     storage = TorchStorage(plan, slots, loaded.device)
-    manager = LeaderManager(
+    manager = RankManager(
         UnifiedKVCacheManager(plan, slots, storage, incarnation=str(config.incarnation))
     )
     demand = PageDemand(plan, max_chunk_tokens=config.max_batch_tokens)

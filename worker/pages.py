@@ -35,11 +35,9 @@ _LEG_PHASES = {
     LegState.AWAITING_ROOM: Phase.GRANTING,
     LegState.GRANTED: Phase.PROMISED,
     LegState.LANDING: Phase.LANDING,
-    LegState.RECEIVING: Phase.RECEIVING,
 }
 _SEQUENCE_PHASES = {
     SequenceState.QUEUED: Phase.QUEUED,
-    SequenceState.RUNNING: Phase.RUNNING,
     SequenceState.SUSPENDED: Phase.SUSPENDED,
 }
 
@@ -82,27 +80,38 @@ class PageBoard:
 
     def _items(self) -> list[Item]:
         """Running work and the oldest entrants. A leg's key is its negated arrival number."""
-        running: list[Item] = []
-        entrants: list[Item] = []
-        for sequence in self.desk.sequences.values():
-            phase = _SEQUENCE_PHASES.get(sequence.state)
-            if phase is None:
-                continue
-            if phase is Phase.RUNNING:
-                running.append(self._running(sequence))
-            elif len(entrants) < MAX_ENTRANTS:
-                demand = self._fresh(sequence.leg, len(sequence.tokens), len(sequence.choices))
-                entrants.append(
-                    Item(sequence.key, phase, sequence.arrival, demand, len(sequence.choices))
-                )
-        for leg in self.desk.legs:
-            leg_phase = _LEG_PHASES.get(leg.state)
-            if leg_phase is None:
-                continue
-            (running if leg_phase is Phase.RECEIVING else entrants).append(
-                self._leg_item(leg, leg_phase)
-            )
-        return running + entrants if entrants else []
+        entrants = self._entrants()
+        if not entrants:
+            return []
+        items = [
+            self._running(sequence)
+            for sequence in self.desk.sequences.values()
+            if sequence.state is SequenceState.RUNNING
+        ]
+        items += [
+            self._leg_item(leg, Phase.RECEIVING)
+            for leg in self.desk.legs
+            if leg.state is LegState.RECEIVING
+        ]
+        return items + entrants
+
+    def _entrants(self) -> list[Item]:
+        """The oldest sequences and legs that want pages."""
+        waiting: list[tuple[tuple[int, int], Sequence | LegRecord]] = [
+            (sequence.arrival, sequence)
+            for sequence in self.desk.sequences.values()
+            if sequence.state in _SEQUENCE_PHASES
+        ]
+        waiting += [((leg.arrival, 0), leg) for leg in self.desk.legs if leg.state in _LEG_PHASES]
+        waiting.sort(key=lambda pair: pair[0])
+        return [self._entrant(one) for _, one in waiting[:MAX_ENTRANTS]]
+
+    def _entrant(self, one: Sequence | LegRecord) -> Item:
+        if isinstance(one, LegRecord):
+            return self._leg_item(one, _LEG_PHASES[one.state])
+        demand = self._fresh(one.leg, len(one.tokens), len(one.choices))
+        phase = _SEQUENCE_PHASES[one.state]
+        return Item(one.key, phase, one.arrival, demand, len(one.choices))
 
     def _running(self, sequence: Sequence) -> Item:
         capacity = 0 if sequence.cache is None else sequence.cache.capacity

@@ -37,9 +37,10 @@ from worker.messages import (
     TokenLogprob,
     WorkerGauges,
 )
-from worker.oplog import LogEntries
 from worker.ports import Output
-from worker.ranks import LeaderManager, RankReplica
+from worker.ranks import RankManager
+from worker.recording import LeaderManager
+from worker.replica import RankReplica
 
 BLOCK = 4
 VOCAB = 97
@@ -112,8 +113,11 @@ class SimWorker(Output):
             )
             for _ in range(shape.replicas)
         ]
-        self.log: list[LogEntries] = []
-        self.leader = LeaderManager(self.manager, self.replicas)
+        self.leader = (
+            LeaderManager(self.manager, self.replicas)
+            if self.replicas
+            else RankManager(self.manager)
+        )
         self.transfers = world.network.join(self)
         self.executor = FakeExecutor(plan, self.memory, vocab_size=VOCAB)
         self.inbox: list[InboxItem] = []
