@@ -145,5 +145,6 @@ def _transferred(service: ReadyService) -> tuple[int, int]:
 
 
 def _sum(metrics: str, name: str) -> int:
-    pattern = rf"^{name}(?:\{{[^}}]*\}})? (\S+)"
+    # Both ends count what was transferred; here it counts once, where it arrived.
+    pattern = rf'^{name}\{{instance="generation[^}}]*\}} (\S+)'
     return int(sum(float(value) for value in re.findall(pattern, metrics, re.MULTILINE)))

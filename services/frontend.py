@@ -37,6 +37,8 @@ logger = logging.getLogger("services.frontend")
 
 KEEP_ALIVE_S: Final = 75
 BACKLOG: Final = 2048
+ENDING_S: Final = 2
+"""For the answers of requests that were ended because draining took too long."""
 
 
 async def main() -> int:
@@ -94,11 +96,12 @@ async def _serve(settings: FrontEndSettings, text: Tokenizer, reader: asyncio.St
             server_header=False,
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=max(1, settings.drain_timeout_ms // 1_000),
+            timeout_graceful_shutdown=settings.drain_timeout_ms // 1_000 + ENDING_S,
         )
     )
     await service.start()
-    follower = asyncio.create_task(_follow(reader, service, server), name="membership")
+    drain_s = settings.drain_timeout_ms / 1_000
+    follower = asyncio.create_task(_follow(reader, service, server, drain_s), name="membership")
     # What exists now lives as long as the process: collections need not look at it again.
     gc.freeze()
     try:
@@ -112,10 +115,15 @@ async def _serve(settings: FrontEndSettings, text: Tokenizer, reader: asyncio.St
 
 
 async def _follow(
-    reader: asyncio.StreamReader, service: Orchestrator, server: uvicorn.Server
+    reader: asyncio.StreamReader,
+    service: Orchestrator,
+    server: uvicorn.Server,
+    drain_s: float,
 ) -> None:
-    """Apply every membership; at the end of the input, or when it makes no sense, end the
-    server."""
+    """Apply every membership; at the end of the input, or when it makes no sense, end the server.
+
+    Requests that are not finished within ``drain_s`` then end with an error.
+    """
     try:
         while True:
             message = await LAUNCHER_CODEC.read(reader)
@@ -125,8 +133,9 @@ async def _follow(
         logger.info("the launcher ended the input: draining")
     except FrameError:
         logger.exception("the launcher's frames cannot be understood: draining")
-    finally:
-        server.should_exit = True
+    server.should_exit = True
+    await asyncio.sleep(drain_s)
+    await service.close()
 
 
 class AnnouncingServer(uvicorn.Server):

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S: Final = 60.0
 RESTART_DELAY_S: Final = 0.5
-KILL_AFTER_S: Final = 3.0
+KILL_AFTER_S: Final = 5.0
 """Beyond the time allowed for draining."""
 
 

@@ -172,6 +172,9 @@ class RayHost(InstanceHost):
             # Read by the maths libraries when they load, before torch could be told.
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
+            # The progress of loading comes as lines; bars are for terminals.
+            "TQDM_DISABLE": "1",
+            "HF_HUB_OFFLINE": "1",
         }
 
     def _node_for(self, plan: InstancePlan) -> tuple[str | None, str]:

@@ -269,3 +269,28 @@ def test_a_port_that_is_taken_is_an_error() -> None:
     with pytest.raises(StartError, match="choose another --port"):
         bind("127.0.0.1", taken.getsockname()[1])
     taken.close()
+
+
+async def test_what_is_not_done_when_draining_ends_gets_an_error_in_the_usual_shape(
+    tokenizer_folder: Path,
+) -> None:
+    script = FakeScript(step_s=0.2)
+    first = settings(tokenizer_folder, drain_timeout_ms=500)
+    async with workers(script) as addresses, raw_front_end(first) as raw:
+        raw.tell(MembershipUpdate(workers=addresses))
+        await asyncio.wait_for(raw.ready(), 20)
+        assert raw.process.stdin is not None
+        body = {"model": "fake-model", "prompt": "the", "max_tokens": 500}
+        async with httpx.AsyncClient(base_url=raw.url, timeout=20) as client:
+            asked = asyncio.create_task(client.post("/v1/completions", json=body))
+            await poll(lambda: _in_flight(client))
+            raw.process.stdin.close()
+            answer = await asked
+        assert answer.status_code == 503
+        assert answer.json()["error"]["type"] == "server_error"
+        assert await asyncio.wait_for(raw.process.wait(), 10) == 0
+
+
+async def _in_flight(client: httpx.AsyncClient) -> bool:
+    lines = (await client.get("/metrics")).text.splitlines()
+    return "pageferry_http_in_flight 2.0" in lines

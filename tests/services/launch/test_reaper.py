@@ -22,7 +22,7 @@ def sleeper(folder: Path) -> subprocess.Popen[bytes]:
 
 @pytest.mark.parametrize(("last_word", "kept"), [(b"", False), (KEEP, True)])
 def test_kills_what_works_in_the_folder_and_nothing_else(
-    tmp_path: Path, last_word: bytes, kept: bool
+    tmp_path: Path, last_word: bytes, *, kept: bool
 ) -> None:
     folder, beside = tmp_path / "session", tmp_path / "session-2"
     (folder / "below").mkdir(parents=True)
