@@ -197,7 +197,9 @@ class PageBoard:
     def _grow(self, sequence: Sequence, tokens: int, victims: list[int]) -> bool:
         """Pages for the next ``tokens`` tokens, if need be those of younger sequences."""
         assert sequence.cache is not None
-        capacity = sequence.computed + tokens
+        # Whole blocks, so that the manager is asked once a block and not once a token.
+        block = self.desk.demand.tokens_per_block
+        capacity = self.desk.demand.blocks(sequence.computed + tokens) * block
         while not (capacity <= sequence.cache.capacity or sequence.cache.grow(capacity)):
             while victims and self._gone(victims[0]):
                 victims.pop(0)

@@ -26,6 +26,7 @@ from worker.messages import (
     Ping,
     Pong,
     Prefill,
+    Refused,
     StepOutput,
     Stop,
     TokenLogprob,
@@ -65,6 +66,7 @@ class RawFrontEnd:
         self.gauges: WorkerGauges | None = None
         self.pongs: list[Pong] = []
         self.gone = False
+        self.refused = ""
 
     @classmethod
     async def connect(cls, address: WorkerAddress, cluster_token: str) -> RawFrontEnd:
@@ -87,6 +89,18 @@ class RawFrontEnd:
         """Say something."""
         FRONT_END_CODEC.write(self._writer, (message,))
 
+    def send_raw(self, data: bytes) -> None:
+        """Say something that may be no message."""
+        self._writer.write(data)
+
+    def pause(self) -> None:
+        """Stop reading, as a front end that hangs does."""
+        if self._task is not None:
+            self._task.cancel()
+        transport = self._writer.transport
+        assert isinstance(transport, asyncio.ReadTransport)
+        transport.pause_reading()
+
     async def _listen(self) -> None:
         try:
             while True:
@@ -95,6 +109,8 @@ class RawFrontEnd:
                     self._hear(message)
                 elif isinstance(message, Pong):
                     self.pongs.append(message)
+                elif isinstance(message, Refused):
+                    self.refused = message.reason
                 self._changed.set()
         except (asyncio.IncompleteReadError, OSError):
             self.gone = True
