@@ -34,7 +34,7 @@ from transfer.messages import Introduction
 from transfer.rank_info import RankInfo
 from transfer.transport import (
     OPENING_BYTES,
-    Endpoint,
+    Expectation,
     Transport,
     TransportAddress,
     TransportError,
@@ -67,7 +67,6 @@ class PeerConnector:
         self._pairs: dict[tuple[Side, Incarnation], Pair] = {}
         self._lost: list[Pair] = []
         self._dials: dict[Incarnation, asyncio.Task[Pair]] = {}
-        self._openings: dict[bytes, asyncio.Future[Endpoint]] = {}
         self._dead: set[Incarnation] = set()
         self._handshakes = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -80,9 +79,8 @@ class PeerConnector:
         return tuple(pair for pair in tuple(self._pairs.values()) if pair.open)
 
     async def start(self) -> PeerAddress:
-        """Listen for data endpoints and for control connections."""
-        data = await self._transport.start(self._accept_endpoint)
-        self.info = self.info.model_copy(update={"data_host": data.host, "data_port": data.port})
+        """Start the transport and listen for control connections."""
+        await self._transport.start()
         self._server = await asyncio.start_server(
             self._accept_control, self._config.host, self._config.control_port
         )
@@ -222,47 +220,40 @@ class PeerConnector:
         await prove_as_generation(connection, self._config.cluster_token)
         await self._end_earlier(Side.GENERATION, expected)
         opening = mint_nonce()
-        endpoint: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
-        self._openings[opening] = endpoint
+        expectation = await self._transport.expect(opening)
+        data = expectation.address
+        # The data listener is this peer's own.
+        info = self.info.model_copy(update={"data_host": data.host, "data_port": data.port})
         try:
-            connection.write(Introduction(rank_info=self.info, endpoint_nonce=opening))
+            connection.write(Introduction(rank_info=info, endpoint_nonce=opening))
             peer = (await read_introduction(connection)).rank_info
             self._check_identity(peer, expected)
             self._check(peer)
             self._end_doubts(Side.GENERATION, expected)
             pair = self._open(Side.GENERATION, peer, connection)
         except BaseException:
-            self._forget_opening(opening)
+            await self._abandon(expectation)
             raise
-        self._spawn(self._await_endpoint(pair, opening, endpoint))
+        self._spawn(self._await_endpoint(pair, expectation))
         return pair
 
-    async def _await_endpoint(
-        self, pair: Pair, opening: bytes, endpoint: asyncio.Future[Endpoint]
-    ) -> None:
+    async def _await_endpoint(self, pair: Pair, expectation: Expectation) -> None:
         done, _ = await asyncio.wait(
-            (endpoint, pair.bound),
+            (expectation.endpoint, pair.bound),
             timeout=self._connect_s,
             return_when=asyncio.FIRST_COMPLETED,
         )
-        self._openings.pop(opening, None)
-        if endpoint.done():
-            pair.bind(endpoint.result())
-        elif not done:
+        if expectation.endpoint.done():
+            pair.bind(expectation.endpoint.result())
+            return
+        expectation.close()
+        if not done:
             pair.refuse(f"no data endpoint within {self._config.timing.connect_ms} ms")
 
-    def _forget_opening(self, opening: bytes) -> None:
-        endpoint = self._openings.pop(opening, None)
-        if endpoint is not None and endpoint.done():
-            self._spawn(self._transport.close_endpoint(endpoint.result()))
-
-    def _accept_endpoint(self, opening: bytes, endpoint: Endpoint) -> bool:
-        expected = self._openings.get(opening)
-        if expected is None or expected.done():
-            logger.warning("refused a data endpoint with an unknown opening")
-            return False
-        expected.set_result(endpoint)
-        return True
+    async def _abandon(self, expectation: Expectation) -> None:
+        if expectation.endpoint.done():
+            await self._transport.close_endpoint(expectation.endpoint.result())
+        expectation.close()
 
     # Context side.
 

@@ -17,17 +17,17 @@ from typing_extensions import override
 
 from transfer.outcome import PostStatus
 from transfer.transport import (
-    OPENING_BYTES,
-    Accept,
     Completion,
     Ended,
     Endpoint,
+    Expectation,
     Lost,
     PostedRequest,
     Transport,
     TransportAddress,
     TransportError,
     TransportFacts,
+    check_opening,
     check_tag,
     remote_access,
 )
@@ -44,7 +44,7 @@ class Network:
         """``lanes`` decides, as for UCX, whether a lost endpoint leaves requests in doubt."""
         self.piece_bytes = piece_bytes
         self.lanes = lanes
-        self._listeners: dict[TransportAddress, InProcessTransport] = {}
+        self._listeners: dict[TransportAddress, InProcessExpectation] = {}
         self._next_port = 1
 
     def transport(self, host: str) -> InProcessTransport:
@@ -55,23 +55,28 @@ class Network:
         """What SIGKILL of the process would do: it moves nothing more, its peers see it die."""
         transport.die()
 
-    def listen(self, transport: InProcessTransport, host: str) -> TransportAddress:
+    def listen(self, transport: InProcessTransport, opening: bytes) -> InProcessExpectation:
         """Take a free port."""
-        address = TransportAddress(host, self._next_port)
+        address = TransportAddress(transport.host, self._next_port)
         self._next_port += 1
-        self._listeners[address] = transport
-        return address
+        expectation = InProcessExpectation(transport, address, opening)
+        self._listeners[address] = expectation
+        return expectation
 
-    def listener(self, address: TransportAddress) -> InProcessTransport:
+    def listener(self, address: TransportAddress) -> InProcessExpectation:
         """Raises TransportError when nothing listens there."""
         try:
             return self._listeners[address]
         except KeyError:
             raise TransportError(f"nothing listens at {address.host}:{address.port}") from None
 
-    def leave(self, transport: InProcessTransport) -> None:
+    def leave(self, expectation: InProcessExpectation) -> None:
         """Stop listening."""
-        self._listeners = {a: t for a, t in self._listeners.items() if t is not transport}
+        self._listeners.pop(expectation.address, None)
+
+    def expectations(self, transport: InProcessTransport) -> tuple[InProcessExpectation, ...]:
+        """Whom a transport still expects."""
+        return tuple(e for e in self._listeners.values() if e.transport is transport)
 
 
 class InProcessRequest(PostedRequest):
@@ -241,6 +246,41 @@ class InProcessEndpoint(Endpoint):
             asyncio.get_running_loop().call_soon(lost, reason)
 
 
+class InProcessExpectation(Expectation):
+    """A listener of one simulated process."""
+
+    def __init__(
+        self, transport: InProcessTransport, address: TransportAddress, opening: bytes
+    ) -> None:
+        self.transport = transport
+        self._address = address
+        self._opening = opening
+        self._endpoint: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
+
+    @property
+    @override
+    def address(self) -> TransportAddress:
+        return self._address
+
+    @property
+    @override
+    def endpoint(self) -> asyncio.Future[Endpoint]:
+        return self._endpoint
+
+    @override
+    def close(self) -> None:
+        self.transport.network.leave(self)
+        self._endpoint.cancel()
+
+    def admit(self, opening: bytes, endpoint: Endpoint) -> bool:
+        """Whether the dialler is the expected one."""
+        if opening != self._opening or self._endpoint.done():
+            return False
+        self.transport.network.leave(self)
+        self._endpoint.set_result(endpoint)
+        return True
+
+
 class InProcessTransport(Transport):
     """One simulated process."""
 
@@ -250,8 +290,7 @@ class InProcessTransport(Transport):
         """True: nothing from or to this transport moves, as if the process were stopped."""
         self.dead = False
         self.endpoints: set[InProcessEndpoint] = set()
-        self._host = host
-        self._accept: Accept | None = None
+        self.host = host
         self._failure = ""
 
     @property
@@ -261,30 +300,30 @@ class InProcessTransport(Transport):
         return PostStatus.LOST if remote else PostStatus.REVOKED
 
     @override
-    async def start(self, accept: Accept) -> TransportAddress:
-        self._accept = accept
-        return self.network.listen(self, self._host)
+    async def start(self) -> None:
+        await asyncio.sleep(0)
+
+    @override
+    async def expect(self, opening: bytes) -> Expectation:
+        check_opening(opening)
+        await asyncio.sleep(0)
+        return self.network.listen(self, opening)
 
     @override
     async def connect(
         self, address: TransportAddress, opening: bytes, *, timeout_s: float
     ) -> Endpoint:
-        if len(opening) != OPENING_BYTES:
-            raise ValueError(f"opening: expected {OPENING_BYTES} bytes, got {len(opening)}")
-        listener = self.network.listener(address)
+        check_opening(opening)
+        expectation = self.network.listener(address)
         await asyncio.sleep(0)
-        mine, theirs = InProcessEndpoint(self), InProcessEndpoint(listener)
+        mine, theirs = InProcessEndpoint(self), InProcessEndpoint(expectation.transport)
         mine.other, theirs.other = theirs, mine
         self.endpoints.add(mine)
-        listener.endpoints.add(theirs)
-        if not listener.accepts(opening, theirs):
+        expectation.transport.endpoints.add(theirs)
+        if not expectation.admit(opening, theirs):
             theirs.end("closed here", "the peer closed the endpoint or died")
             raise TransportError(f"{address.host}:{address.port} refused the opening")
         return mine
-
-    def accepts(self, opening: bytes, endpoint: Endpoint) -> bool:
-        """Ask the owner about a dialer."""
-        return self._accept is not None and self._accept(opening, endpoint)
 
     @override
     async def close_endpoint(self, endpoint: Endpoint) -> None:
@@ -310,14 +349,16 @@ class InProcessTransport(Transport):
 
     @override
     async def close(self) -> None:
-        self.network.leave(self)
+        for expectation in self.network.expectations(self):
+            expectation.close()
         for endpoint in tuple(self.endpoints):
             await self.close_endpoint(endpoint)
 
     def die(self) -> None:
         """End as a killed process does: no callback of its own, a reset at every peer."""
         self.dead = True
-        self.network.leave(self)
+        for expectation in self.network.expectations(self):
+            self.network.leave(expectation)
         for endpoint in tuple(self.endpoints):
             endpoint.end("dead", "the peer closed the endpoint or died")
 

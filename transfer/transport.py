@@ -10,6 +10,7 @@ Every method is called in the event loop that ran ``start``, and every callback 
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -127,16 +128,36 @@ class Endpoint(ABC):
         """Receive one message into ``buffer``. A longer message ends as REVOKED."""
 
 
-Accept = Callable[[bytes, Endpoint], bool]
+class Expectation(ABC):
+    """A listener for one peer, told apart from strangers by its opening."""
+
+    @property
+    @abstractmethod
+    def address(self) -> TransportAddress:
+        """Where the peer is to dial."""
+
+    @property
+    @abstractmethod
+    def endpoint(self) -> asyncio.Future[Endpoint]:
+        """Done when the peer has come; cancelled by :meth:`close`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Expect the peer no more. An endpoint that has come is not touched. Idempotent."""
 
 
 class Transport(ABC):
     """Listens, connects, and hands out endpoints."""
 
     @abstractmethod
-    async def start(self, accept: Accept) -> TransportAddress:
-        """Listen. ``accept(opening, endpoint)`` decides about each dialer by its opening; False
-        closes the endpoint. Nothing is received from a dialer before that.
+    async def start(self) -> None:
+        """Load and start what is needed. Raises TransportError."""
+
+    @abstractmethod
+    async def expect(self, opening: bytes) -> Expectation:
+        """Listen for one peer. Nothing but an opening is received from any dialler before its
+        opening was found to be this one; others are closed. A listener a peer, so that what a
+        dying peer breaks is its own.
         """
 
     @abstractmethod
@@ -168,6 +189,12 @@ class Transport(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Close every endpoint and stop. Idempotent; pending requests end first."""
+
+
+def check_opening(opening: bytes) -> None:
+    """Raise ValueError for an opening of another length than OPENING_BYTES."""
+    if len(opening) != OPENING_BYTES:
+        raise ValueError(f"opening: expected {OPENING_BYTES} bytes, got {len(opening)}")
 
 
 def check_tag(tag: int) -> int:

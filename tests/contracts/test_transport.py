@@ -35,7 +35,6 @@ class Pair:
 
     dialler: Transport
     listener: Transport
-    address: TransportAddress
     near: Endpoint
     """The dialler's end."""
     far: Endpoint
@@ -73,17 +72,12 @@ def make_transports(kind: str) -> tuple[Transport, Transport]:
 @pytest.fixture(params=["inprocess", pytest.param("ucx", marks=pytest.mark.ucx)])
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
     dialler, listener = make_transports(request.param)
-    bound: list[Endpoint] = []
-
-    def accept(opening: bytes, endpoint: Endpoint) -> bool:
-        if opening == OPENING:
-            bound.append(endpoint)
-        return opening == OPENING
-
-    await dialler.start(lambda opening, endpoint: False)
-    address = await listener.start(accept)
-    near = await dialler.connect(address, OPENING, timeout_s=WAIT_S)
-    yield Pair(dialler, listener, address, near, bound[0])
+    await dialler.start()
+    await listener.start()
+    expectation = await listener.expect(OPENING)
+    near = await dialler.connect(expectation.address, OPENING, timeout_s=WAIT_S)
+    far = await expectation.endpoint
+    yield Pair(dialler, listener, near, far)
     await dialler.close()
     await listener.close()
 
@@ -263,14 +257,56 @@ async def test_posting_on_a_dead_endpoint_ends_at_once(pair: Pair) -> None:
     assert await received.status() is PostStatus.REVOKED
 
 
-async def test_a_wrong_opening_is_refused_and_the_pair_goes_on(pair: Pair) -> None:
-    with pytest.raises(TransportError):
-        await pair.dialler.connect(pair.address, WRONG, timeout_s=WAIT_S)
+async def test_a_wrong_opening_is_refused_and_the_right_one_still_expected(pair: Pair) -> None:
+    expectation = await pair.listener.expect(OPENING)
+    for _ in range(3):
+        with pytest.raises(TransportError):
+            await pair.dialler.connect(expectation.address, WRONG, timeout_s=WAIT_S)
     with pytest.raises(ValueError, match="opening"):
-        await pair.dialler.connect(pair.address, b"short", timeout_s=WAIT_S)
+        await pair.dialler.connect(expectation.address, b"short", timeout_s=WAIT_S)
+    with pytest.raises(ValueError, match="opening"):
+        await pair.listener.expect(b"short")
+    assert not expectation.endpoint.done()
+    near = await pair.dialler.connect(expectation.address, OPENING, timeout_s=WAIT_S)
+    assert near.alive
+    assert (await expectation.endpoint).alive
+    # The first pair is another matter.
     received, _ = receive(pair, np.zeros(10, np.uint8), 1)
     send(pair, noise(10), 1)
     assert await received.status() is PostStatus.DONE
+
+
+async def test_only_one_dialler_is_expected(pair: Pair) -> None:
+    expectation = await pair.listener.expect(OPENING)
+    await pair.dialler.connect(expectation.address, OPENING, timeout_s=WAIT_S)
+    with pytest.raises(TransportError):
+        await pair.dialler.connect(expectation.address, OPENING, timeout_s=2)
+
+
+async def test_an_expectation_may_be_given_up(pair: Pair) -> None:
+    expectation = await pair.listener.expect(OPENING)
+    expectation.close()
+    expectation.close()
+    assert expectation.endpoint.cancelled()
+    with pytest.raises(TransportError):
+        await pair.dialler.connect(expectation.address, OPENING, timeout_s=2)
+
+
+async def test_pairs_are_independent(pair: Pair) -> None:
+    """Closing one pair, and all its requests, leaves another one of the same two transports."""
+    expectation = await pair.listener.expect(OPENING)
+    near = await pair.dialler.connect(expectation.address, OPENING, timeout_s=WAIT_S)
+    far = await expectation.endpoint
+    waiting = Watch()
+    far.post_receive(np.zeros(10, np.uint8), 1, waiting)
+    gone, _ = receive(pair, np.zeros(10, np.uint8), 1)
+    await pair.dialler.close_endpoint(pair.near)
+    assert await gone.status() is not PostStatus.DONE
+    assert not waiting.completions
+    sent = Watch()
+    near.post_send(noise(10), 1, sent)
+    assert await waiting.status() is PostStatus.DONE
+    assert await sent.status() is PostStatus.DONE
 
 
 async def test_nobody_listening_is_an_error_in_time(pair: Pair) -> None:

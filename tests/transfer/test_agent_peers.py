@@ -32,7 +32,7 @@ from transfer.control import UNPROVED_FRAME_BYTES
 from transfer.inprocess import InProcessTransport, Network
 from transfer.messages import CONTROL_CODEC, Challenge, Hello, PeerRefused, Welcome
 from transfer.outcome import Outcome
-from transfer.transport import TransportAddress, TransportError
+from transfer.transport import TransportError
 from transfer.wire import HEADER, MAGIC, PROTOCOL_VERSION
 
 Start = Callable[..., Awaitable[Node]]
@@ -155,16 +155,17 @@ async def test_a_proof_cannot_be_reflected(world: World) -> None:
     writer.close()
 
 
-async def test_an_unknown_opening_delivers_no_data(world: World) -> None:
+async def test_a_wrong_opening_delivers_no_data(world: World) -> None:
+    """A peer that was proved but dials the wrong listener, or a stranger, gets no endpoint."""
     context = await world.node("context")
     generation = await world.node("generation")
-    await Transfer("r", [1], [2]).run(context, generation)
+    expectation = await generation.transport.expect(mint_nonce())
     stranger = world.network.transport("stranger")
-    await stranger.start(lambda opening, endpoint: False)
-    # The in-process network numbers its listeners from 1: the context's came first.
-    address = TransportAddress("generation", 2)
+    await stranger.start()
     with pytest.raises(TransportError, match="refused"):
-        await stranger.connect(address, mint_nonce(), timeout_s=1)
+        await stranger.connect(expectation.address, mint_nonce(), timeout_s=1)
+    assert not expectation.endpoint.done()
+    await Transfer("r", [1], [2]).run(context, generation)
 
 
 async def test_another_protocol_version_is_refused_with_both_numbers(world: World) -> None:

@@ -25,7 +25,7 @@ from transfer.agent_events import (
 from transfer.auth import mint_nonce
 from transfer.identity import PeerAddress
 from transfer.outcome import Outcome
-from transfer.transport import TransportAddress, TransportError
+from transfer.transport import TransportError
 from transfer.ucx.transport import UcxTransport
 
 pytestmark = pytest.mark.ucx
@@ -252,30 +252,17 @@ async def test_a_storm_of_cancellations_leaves_no_byte_and_no_page_behind() -> N
 
 
 async def test_a_stranger_reaches_no_page() -> None:
-    """A dialler that knows the data port but no opening gets no endpoint."""
+    """A dialler that finds a data listener but has no opening gets no endpoint."""
     async with context_process(SMALL, 16) as context, generation(SMALL, 16) as node:
         await node.agent.warm(context.address)
         stranger = UcxTransport("127.0.0.1")
-        await stranger.start(lambda opening, endpoint: False)
-        facts = await data_address(node)
+        await stranger.start()
+        expectation = await node.transport.expect(mint_nonce())
         with pytest.raises(TransportError):
-            await stranger.connect(facts, mint_nonce(), timeout_s=WAIT_S)
+            await stranger.connect(expectation.address, mint_nonce(), timeout_s=WAIT_S)
+        assert not expectation.endpoint.done()
+        expectation.close()
         await stranger.close()
         slots = list(range(16))
         await start_request(node, context, "r", slots)
         await complete(node, "r", slots)
-
-
-async def data_address(node: Node) -> TransportAddress:
-    """Ask for the data port as a peer would."""
-    from tests.transfer.agent_rig import TOKEN, rank_info
-    from transfer.control import ControlConnection, prove_as_generation, read_introduction
-    from transfer.messages import Introduction
-
-    reader, writer = await asyncio.open_connection(node.address.host, node.address.control_port)
-    connection = ControlConnection(reader, writer)
-    await prove_as_generation(connection, TOKEN)
-    connection.write(Introduction(rank_info=rank_info("prober")))
-    info = (await read_introduction(connection)).rank_info
-    writer.close()
-    return TransportAddress(info.data_host, info.data_port)

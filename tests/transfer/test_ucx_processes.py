@@ -77,7 +77,7 @@ async def peer_process(**environment: str) -> AsyncIterator[tuple[PeerProcess, T
 @asynccontextmanager
 async def connected() -> AsyncIterator[tuple[PeerProcess, UcxTransport, Endpoint]]:
     transport = UcxTransport("127.0.0.1")
-    await transport.start(lambda opening, endpoint: False)
+    await transport.start()
     try:
         async with peer_process() as (peer, address):
             yield peer, transport, await transport.connect(address, OPENING, timeout_s=WAIT_S)
@@ -209,6 +209,26 @@ async def test_sender_killed_in_mid_transfer() -> None:
         assert endpoint.alive
 
 
+async def test_peers_killed_in_mid_transfer_break_nothing_for_the_next() -> None:
+    """A killed sender can leave a hole in the queue of the worker it sent to."""
+    transport = UcxTransport("127.0.0.1")
+    await transport.start()
+    buffer = np.zeros(32 * MIB, np.uint8)
+    for _ in range(8):
+        async with peer_process() as (peer, address):
+            endpoint = await transport.connect(address, OPENING, timeout_s=WAIT_S)
+            small = receive(endpoint, np.zeros(4096, np.uint8), 1)
+            peer.order("send 1 4096 3")
+            assert (await small.end()).status is PostStatus.DONE
+            buffer[:] = 0
+            large = receive(endpoint, buffer, 2)
+            peer.order(f"send 2 {len(buffer)} 1")
+            await until(lambda: bool(buffer[MIB]))
+            peer.signal(signal.SIGKILL)
+            await large.end()
+    await transport.close()
+
+
 async def test_receiver_killed_while_we_send() -> None:
     async with connected() as (peer, transport, endpoint):
         first = send(endpoint, np.zeros(16 * MIB, np.uint8), 2)
@@ -265,11 +285,9 @@ async def test_peer_that_closes_is_told_apart_from_nothing() -> None:
 
 async def test_a_required_transport_is_not_replaced_silently() -> None:
     with pytest.raises(TransportRequirementError, match="warp_drive"):
-        await UcxTransport("127.0.0.1", require_transport="warp_drive").start(
-            lambda opening, endpoint: False
-        )
+        await UcxTransport("127.0.0.1", require_transport="warp_drive").start()
     transport = UcxTransport("127.0.0.1", require_transport="shm")
-    await transport.start(lambda opening, endpoint: False)
+    await transport.start()
     async with peer_process(UCX_TLS="tcp") as (_, address):
         with pytest.raises(TransportRequirementError, match="shm"):
             await transport.connect(address, OPENING, timeout_s=WAIT_S)
@@ -284,7 +302,8 @@ async def test_a_process_that_forgets_to_close_still_exits() -> None:
         "import asyncio\n"
         "from transfer.ucx.transport import UcxTransport\n"
         "async def main():\n"
-        "    t = UcxTransport('127.0.0.1'); await t.start(lambda o, e: True); print('up')\n"
+        "    t = UcxTransport('127.0.0.1'); await t.start()\n"
+        "    await t.expect(bytes(32)); print('up')\n"
         "asyncio.run(main())\n"
     )
     process = await asyncio.create_subprocess_exec(

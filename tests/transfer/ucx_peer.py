@@ -1,5 +1,5 @@
-"""The other process of a UCX test: ``python -m tests.transfer.ucx_peer`` listens, accepts any
-opening and obeys one command a line on stdin, answering with one line each on stdout.
+"""The other process of a UCX test: ``python -m tests.transfer.ucx_peer`` expects one dialler
+and obeys one command a line on stdin, answering with one line each on stdout.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ class Peer:
         self.transport = UcxTransport("127.0.0.1")
         self.endpoint: Endpoint | None = None
 
-    def accept(self, opening: bytes, endpoint: Endpoint) -> bool:
+    def bound(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         endpoint.on_lost(lambda reason: say(f"lost {reason}"))
-        return opening == OPENING
 
     def obey(self, line: str) -> bool:
         """``send TAG SIZE VALUE``, ``receive TAG SIZE``, ``close`` (the endpoint), ``quit``."""
@@ -48,8 +47,12 @@ class Peer:
         return True
 
     async def run(self) -> None:
-        address = await self.transport.start(self.accept)
-        say(f"port {address.port}")
+        await self.transport.start()
+        expectation = await self.transport.expect(OPENING)
+        expectation.endpoint.add_done_callback(
+            lambda future: None if future.cancelled() else self.bound(future.result())
+        )
+        say(f"port {expectation.address.port}")
         reader = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)

@@ -6,7 +6,7 @@ deque. A request and its buffer are held here from posting until UCX itself has 
 request, cancelled or not: ucxx would otherwise forget a request whose buffer UCX goes on writing.
 
 UCX objects are created, used and destroyed in this thread only; the loop's side sees plain Python
-objects.
+objects. Every peer has a UCX worker of its own, a :class:`Unit`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,26 @@ Finished = Callable[[int, str], None]
 """Called in the event loop with UCX's status (0 is success) and its text."""
 
 
+class Unit:
+    """One UCX worker, which serves one peer and ends with it. Belongs to the driver thread.
+
+    A shared memory lane delivers into one queue of the receiving worker, whoever sends. A sender
+    that is killed while it fills a place of that queue leaves the place reserved for ever, and no
+    later message of anybody gets past it. So no two peers share a worker.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+        self.listener: Any = None
+        """Kept as long as the worker: UCX's own listener lives on with the endpoints it made."""
+        self.live = 0
+        """Requests that have not completed."""
+        self.retired = False
+
+
 @dataclass(frozen=True)
 class _Live:
+    unit: Unit
     request: Any
     buffer: Any
     finished: Finished
@@ -67,12 +85,14 @@ class Driver:
         self._stopping = False
         self._teardown: Callable[[], None] = _nothing
         self._context: Any = None
-        self._worker: Any = None
+        self._units: list[Unit] = []
+        self._poller = select.epoll()
+        self._poller.register(self._wake, select.EPOLLIN)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="ucx-driver", daemon=True)
 
     async def start(self) -> str:
-        """Start the thread, open context and worker; return the context's description."""
+        """Start the thread, open UCX's context; return its description."""
         self._loop = asyncio.get_running_loop()
         opened: asyncio.Future[str] = self._loop.create_future()
         self._commands.append(lambda: self.answer(opened, self._context.info))
@@ -90,7 +110,7 @@ class Driver:
             self._wake_up()
 
     async def stop(self, teardown: Callable[[], None]) -> None:
-        """Run ``teardown`` in the thread, let cancelled requests end, destroy worker and context,
+        """Run ``teardown`` in the thread, let cancelled requests end, destroy workers and context,
         end the thread.
         """
         atexit.unregister(self._stop_at_exit)
@@ -101,6 +121,7 @@ class Driver:
         self._wake_up()
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, self._thread.join)
+        self._poller.close()
         os.close(self._wake)
 
     def _stop_at_exit(self) -> None:
@@ -117,13 +138,21 @@ class Driver:
 
     # What follows runs in the thread.
 
-    @property
-    def worker(self) -> Any:
-        """The ``UCXWorker``."""
-        return self._worker
+    def open_unit(self) -> Unit:
+        """A new UCX worker; takes about 20 ms."""
+        unit = Unit(self.library.api.UCXWorker(self._context))
+        unit.worker.init_blocking_progress_mode()
+        self._poller.register(unit.worker.epoll_file_descriptor, select.EPOLLIN)
+        self._units.append(unit)
+        return unit
+
+    def retire(self, unit: Unit) -> None:
+        """Destroy the worker as soon as none of its requests is under way. Idempotent."""
+        unit.retired = True
 
     def watch(
         self,
+        unit: Unit,
         request: Any,
         buffer: Any,
         finished: Finished,
@@ -133,7 +162,8 @@ class Driver:
 
         ``dropped`` is called in this thread, to let go of the request elsewhere.
         """
-        self._live.append(_Live(request, buffer, finished, dropped or _nothing))
+        unit.live += 1
+        self._live.append(_Live(unit, request, buffer, finished, dropped or _nothing))
 
     def deliver(self, callback: Callable[[], None]) -> None:
         """Have the event loop call ``callback``; batched per round, order kept."""
@@ -164,39 +194,44 @@ class Driver:
         api = self.library.api
         features = (api.Feature.TAG, api.Feature.STREAM, api.Feature.WAKEUP)
         self._context = api.UCXContext({}, features)
-        self._worker = api.UCXWorker(self._context)
-        self._worker.init_blocking_progress_mode()
 
     def _go_round(self) -> None:
-        poller = select.epoll()
-        poller.register(self._worker.epoll_file_descriptor, select.EPOLLIN)
-        poller.register(self._wake, select.EPOLLIN)
-        try:
+        busy_rounds = 0
+        while not self._stopping:
+            self._round()
+            if self._commands:
+                continue
+            if not self._arm():
+                busy_rounds += 1
+                if busy_rounds > BUSY_ROUNDS:
+                    time.sleep(BUSY_S)
+                continue
             busy_rounds = 0
-            while not self._stopping:
-                self._round()
-                if self._commands:
-                    continue
-                if not self._worker.arm():
-                    busy_rounds += 1
-                    if busy_rounds > BUSY_ROUNDS:
-                        time.sleep(BUSY_S)
-                    continue
-                busy_rounds = 0
-                for descriptor, _ in poller.poll(POLL_S):
-                    if descriptor == self._wake:
-                        os.eventfd_read(self._wake)
-        finally:
-            poller.close()
+            for descriptor, _ in self._poller.poll(POLL_S):
+                if descriptor == self._wake:
+                    os.eventfd_read(self._wake)
+
+    def _arm(self) -> bool:
+        """Whether every worker will signal its next event; one that has work now does not."""
+        return all(unit.worker.arm() for unit in self._units)
 
     def _round(self) -> None:
         self._woken = False
         while self._commands:
             self._commands.popleft()()
-        # Not progress_once: only this one also carries out the cancellations of endpoints in error.
-        self._worker.progress()
+        for unit in self._units:
+            # Not progress_once: only this one carries out cancellations of endpoints in error.
+            unit.worker.progress()
         self._collect()
+        self._reap()
         self._flush()
+
+    def _reap(self) -> None:
+        for unit in [unit for unit in self._units if unit.retired and not unit.live]:
+            self._units.remove(unit)
+            self._poller.unregister(unit.worker.epoll_file_descriptor)
+            unit.listener = None
+            unit.worker = None
 
     def _collect(self) -> None:
         pending: list[_Live] = []
@@ -208,6 +243,7 @@ class Driver:
         self._live = pending
 
     def _report(self, live: _Live) -> None:
+        live.unit.live -= 1
         status = int(live.request.status)
         text = ""
         if status != STATUS_OK:
@@ -236,19 +272,21 @@ class Driver:
             self._commands.popleft()()
         self._teardown()
         self._teardown = _nothing
+        for unit in self._units:
+            unit.retired = True
         end = time.monotonic() + DRAIN_S
-        self._worker.progress()
-        self._collect()
-        while self._live and time.monotonic() < end:
+        self._round()
+        while self._units and time.monotonic() < end:
             time.sleep(DRAIN_STEP_S)
-            self._worker.progress()
-            self._collect()
-        # Destroying the worker ends whatever is left; until then its buffers are held.
+            self._round()
+        # Destroying a worker ends whatever is left; until then its buffers are held.
         left, self._live = self._live, []
-        self._worker = None
-        self._context = None
+        self._units.clear()
         for live in left:
             self._report(live)
+            live.unit.listener = None
+            live.unit.worker = None
+        self._context = None
         self._flush()
 
 

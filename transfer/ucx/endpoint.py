@@ -19,7 +19,7 @@ from transfer.transport import (
     check_tag,
     remote_access,
 )
-from transfer.ucx.driver import Driver
+from transfer.ucx.driver import Driver, Unit
 from transfer.ucx.library import STATUS_CANCELED, STATUS_OK
 
 
@@ -57,9 +57,11 @@ class UcxRequest(PostedRequest):
 class UcxEndpoint(Endpoint):
     """Made in the driver thread around a fresh ``UCXEndpoint``; ``raw`` belongs to that thread."""
 
-    def __init__(self, driver: Driver, raw: Any) -> None:
+    def __init__(self, driver: Driver, unit: Unit, raw: Any) -> None:
         self._driver = driver
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.unit = unit
+        self.owns_unit = False
+        """Driver thread: the unit serves this endpoint's peer and ends with it."""
         self.raw: Any = raw
         self.failed_raw = False
         """Driver thread: UCX reported the endpoint in error."""
@@ -146,6 +148,8 @@ class UcxEndpoint(Endpoint):
         if raw is not None:
             # close() flushes to a peer that may be stopped, and crashes on a closed endpoint.
             raw.close_blocking()
+        if self.owns_unit:
+            self._driver.retire(self.unit)
 
     def _post(self, request: UcxRequest, array: Any, verb: Callable[[Any], Any], tag: int) -> None:
         if request.cancel_wanted:
@@ -162,6 +166,7 @@ class UcxEndpoint(Endpoint):
             self._end_unposted(request, f"{type(error).__name__}: {error}")
             return
         self._driver.watch(
+            self.unit,
             request.raw,
             array,
             lambda status, text: request.finish(self._completion(request, status, text)),

@@ -39,22 +39,16 @@ ACKNOWLEDGE_TAG: Final = 2
 async def receive_and_print() -> None:
     """Listen, start the sender, receive its messages and print how fast they came."""
     opening = secrets.token_bytes(OPENING_BYTES)
-    dialled: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
-
-    def accept(said: bytes, endpoint: Endpoint) -> bool:
-        if said != opening or dialled.done():
-            return False
-        dialled.set_result(endpoint)
-        return True
-
     transport = UcxTransport(HOST)
-    address = await transport.start(accept)
+    await transport.start()
+    expectation = await transport.expect(opening)
+    address = expectation.address
     sender = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "transfer.ucx.probe", str(address.port), opening.hex())
     )
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            endpoint = await dialled
+            endpoint = await expectation.endpoint
             seconds = await _receive(endpoint)
             await sender.wait()
     finally:
@@ -96,7 +90,7 @@ async def _receive(endpoint: Endpoint) -> list[float]:
 async def send(port: int, opening: bytes) -> None:
     """Dial the listener and send when asked."""
     transport = UcxTransport(HOST)
-    await transport.start(lambda _opening, _endpoint: False)
+    await transport.start()
     try:
         async with asyncio.timeout(TIMEOUT_S):
             endpoint = await transport.connect(
