@@ -21,12 +21,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-import transformers
 from typing_extensions import override
 
 from tests.support import naive_sampling as naive
 from worker.messages import SamplingParams, TokenLogprob
-from worker.model.source import locate
+from worker.model.loader import load_model
 
 TOLERANCE: Final = 1e-3
 POSITIONS_PER_DIFFERENCE: Final = 100
@@ -34,15 +33,22 @@ POSITIONS_PER_DIFFERENCE: Final = 100
 LOGPROB_TOLERANCE: Final = 2e-3
 
 
+def load_reference(path: Path | str) -> Any:
+    """transformers' own float32 model with its own attention.
+
+    Weights of a GGUF file come through our reader, which a test holds equal to transformers' (that
+    takes ten times as long).
+    """
+    module = load_model(path, dtype="float32").module
+    module.set_attn_implementation("sdpa")
+    return module
+
+
 class ReferenceModel:
     """transformers' float32 model with its own attention, and the last sequence's logits."""
 
     def __init__(self, path: Path | str) -> None:
-        with torch.random.fork_rng():
-            module = transformers.AutoModelForCausalLM.from_pretrained(
-                **locate(path).arguments(), dtype=torch.float32, attn_implementation="sdpa"
-            )
-        self._module: Any = module.eval().requires_grad_(requires_grad=False)
+        self._module: Any = load_reference(path)
         self._last: tuple[tuple[int, ...], npt.NDArray[np.float32]] | None = None
 
     def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:

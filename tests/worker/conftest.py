@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
 from tests.support.models import real_model_path, write_tiny_model
-from worker.model.source import locate
+from tests.support.oracle import load_reference
 
 
 @pytest.fixture(scope="session")
@@ -31,14 +29,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 def reference() -> Callable[[Path], Any]:
     """transformers' own float32 model with its own attention."""
 
-    @cache
-    def load(path: Path) -> Any:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            **locate(path).arguments(), dtype=torch.float32, attn_implementation="eager"
-        )
-        return model.eval().requires_grad_(requires_grad=False)
-
-    return load
+    return cache(load_reference)
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ from worker.model.families import (
     check_supported,
     describe,
 )
+from worker.model.gguf_model import configuration
 from worker.model.loader import eos_token_ids, quiet_transformers
 from worker.model.source import ModelSource, locate
 
@@ -48,8 +49,14 @@ def export_tokenizer(model: Path, directory: Path) -> None:
     check_supported(source.model_type, known)
     try:
         with quiet_transformers():
-            tokenizer = transformers.AutoTokenizer.from_pretrained(**source.arguments())
-            config = transformers.AutoConfig.from_pretrained(**source.arguments())
+            if source.gguf is not None:
+                config = configuration(source.gguf, source.path)
+            else:
+                config = transformers.AutoConfig.from_pretrained(**source.arguments())
+            # With a config at hand, transformers does not parse a GGUF vocabulary for one (5 s).
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                **source.arguments(), config=config
+            )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError) as error:
         raise ModelLoadError(f"{model}: its tokenizer could not be loaded: {error}") from error
     if not tokenizer.is_fast:

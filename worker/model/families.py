@@ -87,7 +87,7 @@ FAMILIES: Final[dict[str, Callable[[Configuration], tuple[int | None, ...]]]] = 
 }
 """transformers model type -> windows per layer."""
 
-GGUF_ARCHITECTURES: Final = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3"})
+GGUF_ARCHITECTURES: Final = frozenset({"llama", "qwen2", "qwen3", "gemma3"})
 
 
 def check_supported(model_type: str, supported: frozenset[str]) -> None:

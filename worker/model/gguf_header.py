@@ -8,6 +8,7 @@ tensor infos, aligned tensor data (GGUF v2 and v3).
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -40,14 +41,30 @@ ARRAY: Final = 9
 
 
 @dataclass(frozen=True)
+class GGUFTensor:
+    """Where one tensor lies. ``shape`` is in torch's order: rows first."""
+
+    shape: tuple[int, ...]
+    kind: GGMLQuantizationType
+    offset: int
+    """From the start of the data section."""
+    num_bytes: int
+
+
+@dataclass(frozen=True)
 class GGUFHeader:
     """``metadata`` holds strings and scalars; arrays (the vocabulary) are skipped."""
 
     architecture: str
     metadata: dict[str, str | int | float | bool]
-    tensor_names: tuple[str, ...]
-    expected_bytes: int
-    """Size of the file up to the end of the last tensor."""
+    tensors: dict[str, GGUFTensor]
+    data_start: int
+
+    @property
+    def expected_bytes(self) -> int:
+        """Size of the file up to the end of the last tensor."""
+        ends = (tensor.offset + tensor.num_bytes for tensor in self.tensors.values())
+        return self.data_start + max(ends, default=0)
 
 
 class _Cursor:
@@ -143,11 +160,7 @@ def _parse(cursor: _Cursor, path: Path) -> GGUFHeader:
         value = cursor.value()
         if value is not None:
             metadata[key] = value
-    names, data_bytes = [], 0
-    for _ in range(num_tensors):
-        name, end = _tensor_info(cursor, path)
-        names.append(name)
-        data_bytes = max(data_bytes, end)
+    tensors = dict(_tensor_info(cursor, path) for _ in range(num_tensors))
     alignment = int(metadata.get("general.alignment", DEFAULT_ALIGNMENT))
     data_start = -(-cursor.offset // alignment) * alignment
     if "general.architecture" not in metadata:
@@ -155,23 +168,23 @@ def _parse(cursor: _Cursor, path: Path) -> GGUFHeader:
     return GGUFHeader(
         architecture=str(metadata["general.architecture"]),
         metadata=metadata,
-        tensor_names=tuple(names),
-        expected_bytes=data_start + data_bytes,
+        tensors=tensors,
+        data_start=data_start,
     )
 
 
-def _tensor_info(cursor: _Cursor, path: Path) -> tuple[str, int]:
-    """Name of the next tensor and the end of its data, relative to the data section."""
+def _tensor_info(cursor: _Cursor, path: Path) -> tuple[str, GGUFTensor]:
     name = cursor.text()
-    elements = 1
-    for _ in range(cursor.count("I")):
-        elements *= cursor.count()
-    kind, offset = cursor.count("I"), cursor.count()
+    dimensions = [cursor.count() for _ in range(cursor.count("I"))]
+    number, offset = cursor.count("I"), cursor.count()
     try:
-        block_elements, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        kind = GGMLQuantizationType(number)
+        block_elements, block_bytes = GGML_QUANT_SIZES[kind]
     except (ValueError, KeyError) as error:
         raise ModelLoadError(
-            f"{path}: tensor {name} has quantisation type {kind}, which the installed gguf package "
+            f"{path}: tensor {name} has quantisation type {number}, which the installed gguf "
+            "package "
             "does not know; upgrade gguf or use another quantisation"
         ) from error
-    return name, offset + elements // block_elements * block_bytes
+    num_bytes = math.prod(dimensions) // block_elements * block_bytes
+    return name, GGUFTensor(tuple(reversed(dimensions)), kind, offset, num_bytes)

@@ -29,6 +29,8 @@ from worker.model.families import (
     check_supported,
     describe,
 )
+from worker.model.gguf_header import GGUFHeader
+from worker.model.gguf_model import apply_rope_factors, configuration, state_dict
 from worker.model.source import ModelSource, locate
 
 Progress = Callable[[str], None]
@@ -87,7 +89,7 @@ def load_model(
     check_supported(source.model_type, known)
     started = time.monotonic()
     progress(f"loading {source.path.name} ({source.weight_bytes / 1e6:.0f} MB)")
-    module = _read(source, _load_dtype(source, device, dtype))
+    module = _read(source, _load_dtype(source, device, dtype), progress)
     facts = describe(module.config.to_dict())
     target = _device(device)
     module = module.to(target).eval().requires_grad_(requires_grad=False)
@@ -133,28 +135,36 @@ def _element_type(dtype: torch.dtype) -> ElementType:
     )
 
 
-def _read(source: ModelSource, dtype: torch.dtype | str) -> Any:
+def _read(source: ModelSource, dtype: torch.dtype | str, progress: Progress) -> Any:
     """The transformers module with all its weights."""
+    common = {"attn_implementation": PAGED, "output_loading_info": True, "dtype": dtype}
     try:
         with quiet_transformers():
-            module, report = transformers.AutoModelForCausalLM.from_pretrained(
-                **source.arguments(),
-                dtype=dtype,
-                attn_implementation=PAGED,
-                output_loading_info=True,
-            )
+            if source.gguf is None:
+                read = transformers.AutoModelForCausalLM.from_pretrained
+                module, report = read(**source.arguments(), **common)
+            else:
+                module, report = _read_gguf(source, source.gguf, common, progress)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError) as error:
         raise ModelLoadError(f"{source.path}: transformers could not load it: {error}") from error
-    if report["missing_keys"]:
-        missing = sorted(report["missing_keys"])
-        raise ModelLoadError(
-            f"{source.path}: the checkpoint lacks {len(missing)} weights, such as {missing[0]}"
-        )
-    if source.gguf is not None and module.config.model_type == "mistral":
-        # transformers fills in its own default of 4096 where the file has no window at all.
-        key = f"{source.gguf.architecture}.attention.sliding_window"
-        module.config.sliding_window = source.gguf.metadata.get(key)
+    for kind in ("missing_keys", "mismatched_keys"):
+        if report[kind]:
+            keys = sorted(map(str, report[kind]))
+            raise ModelLoadError(
+                f"{source.path}: the checkpoint lacks {len(keys)} weights, such as {keys[0]}"
+            )
     return module
+
+
+def _read_gguf(
+    source: ModelSource, header: GGUFHeader, common: dict[str, Any], progress: Progress
+) -> tuple[Any, dict[str, Any]]:
+    config = configuration(header, source.path)
+    weights = state_dict(header, source.path, config, common["dtype"], progress)
+    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    module, report = model_class.from_pretrained(None, config=config, state_dict=weights, **common)
+    apply_rope_factors(header, source.path, module)
+    return module, report
 
 
 def eos_token_ids(config: Any, generation_config: Any) -> tuple[int, ...]:

@@ -347,3 +347,18 @@ def test_the_context_pool_may_be_smaller_than_the_queue_it_serves() -> None:
     pair.world.drain()
     for name, prompt in prompts.items():
         assert pair.world.choices[name, 0].tokens == expected(prompt)
+
+
+def test_requests_that_share_a_long_prefix_run_beside_each_other() -> None:
+    shape = WorkerShape(slots=14, max_sequence_tokens=56)
+    pair = Pair(generation=shape)
+    common = random_prompt(random.Random(1), 10 * BLOCK)
+    pair.ask("warm", common, max_tokens=2)
+    pair.world.drain()
+    for index in range(3):
+        pair.ask(f"r{index}", [*common, index], max_tokens=6)
+    pair.world.drain()
+    for index in range(3):
+        assert pair.world.choices[f"r{index}", 0].tokens == expected([*common, index], max_tokens=6)
+    assert max(gauges.running for gauges in pair.generation.gauges_seen) >= 2
+    assert max(len(batch) for batch in pair.generation.executor.batches) >= 2

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvcache_core.manager import UnifiedKVCacheManager
 from tests.support.fake_executor import FakeMemory
-from tests.support.sim_engines import BLOCK, SCOPE, VOCAB, fake_plan, generate, prefill
+from tests.support.sim_engines import SCOPE, VOCAB, fake_plan, generate, prefill
 from worker.admission import Bounds, Rejected, check
 from worker.counters import Heartbeat
 from worker.demand import PageDemand
@@ -107,16 +107,6 @@ def test_a_lease_in_doubt_is_quarantined_and_comes_home_later() -> None:
     assert manager.available_blocks() == 16
     with pytest.raises(KeyError):
         book.ended(lease)
-
-
-@given(st.integers(1, 300), st.integers(0, 300))
-def test_what_is_still_needed_is_the_difference_of_peaks(tokens: int, capacity: int) -> None:
-    demand = PageDemand(fake_plan(None, 6), max_chunk_tokens=8)
-    full = [max(0, math.ceil(tokens / BLOCK) - math.ceil(capacity / BLOCK))]
-    still = demand.still(tokens, capacity)
-    assert sum(still) >= full[0]
-    assert all(need >= 0 for need in still)
-    assert demand.still(tokens, tokens) == tuple(0 for _ in still)
 
 
 @given(st.integers(1, 64))

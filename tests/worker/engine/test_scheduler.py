@@ -35,7 +35,7 @@ def test_first_come_first_served_until_one_does_not_fit() -> None:
 def test_arrival_decides_and_not_the_order_of_the_list() -> None:
     queue = [item(2, Phase.QUEUED, 6), item(1, Phase.SUSPENDED, 6)]
     plan = plan_admission(queue, (10,), LIMITS)
-    assert plan == Admission(resume=(1,), land=(), admit=(), grant=())
+    assert plan == Admission(resume=(1,), land=(), admit=(), grant=(), short_of_slots=2)
 
 
 def test_room_for_what_runs_and_receives_is_set_aside_first() -> None:

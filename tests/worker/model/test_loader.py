@@ -180,7 +180,8 @@ class TestGGUF:
         header = read_gguf_header(gguf)
         assert header.architecture == "llama"
         assert header.metadata["llama.context_length"] == 128
-        assert header.tensor_names == ("token_embd.weight", "output.weight")
+        assert list(header.tensors) == ["token_embd.weight", "output.weight"]
+        assert header.tensors["output.weight"].shape == (4, 64)
         assert header.expected_bytes <= gguf.stat().st_size < header.expected_bytes + 32
         assert locate(gguf).model_type == "llama"
 
