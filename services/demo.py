@@ -21,9 +21,9 @@ from services.serve import ReadyService
 from services.units import format_bytes
 
 QUESTIONS: Final = (
-    "What is the capital of France? Answer in one sentence.",
-    "Name three things that one can see there.",
-    "Which of them would you visit first, and why?",
+    "What is the capital of France?",
+    "And of Italy?",
+    "Write one sentence about each of the two cities.",
 )
 MAX_TOKENS: Final = 96
 TIMEOUT_S: Final = 120.0
@@ -88,7 +88,9 @@ def _ask(service: ReadyService, messages: list[dict[str, str]], output: TextIO) 
         usage = event.get("usage") or usage
         for choice in event["choices"]:
             text = choice["delta"].get("content") or ""
-            if text and not parts:
+            if not text:
+                continue
+            if not parts:
                 first_ms = (time.monotonic() - started) * 1_000
             parts.append(text)
             output.write(text.replace("\n", "\n    "))

@@ -28,7 +28,7 @@ STOP_TIMEOUT_S: Final = 40.0
 class LaunchedService:
     """One service. Ready on enter, gone on exit."""
 
-    def __init__(self, model: Path | None, *arguments: str, start_timeout_s: float = 180.0) -> None:
+    def __init__(self, model: Path | None, *arguments: str, start_timeout_s: float = 300.0) -> None:
         chosen = () if model is None else (str(model),)
         self._command = [
             *(sys.executable, "-P", "-m", "services.cli", "serve", *chosen, "--port", "0"),

@@ -1,0 +1,105 @@
+"""The launcher end to end: what it starts, what it starts again, and that it leaves nothing behind.
+
+Suite budget: 150 s beside the session's cluster.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+
+from tests.e2e.client import Client
+from tests.support.launched_service import LaunchedService, alive
+
+pytestmark = [pytest.mark.ray, pytest.mark.ucx, pytest.mark.timeout(300)]
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+HEAVY = ("libtorch", "ucxx", "libucp", "_raylet", "/transformers/")
+
+
+def wait_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Those of ``processes`` that still run after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    while (left := alive(processes)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def test_the_official_client_streams_a_sensible_answer(service: LaunchedService) -> None:
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none") as official:
+        stream = official.chat.completions.create(
+            model=official.models.list().data[0].id,
+            messages=[{"role": "user", "content": "What is the capital of France?"}],
+            temperature=0,
+            max_tokens=32,
+            stream=True,
+        )
+        parts = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+    assert len([part for part in parts if part]) > 1
+    assert "Paris" in "".join(parts)
+
+
+def test_pages_travelled_and_the_generation_worker_prefilled_nothing(
+    service: LaunchedService, client: Client
+) -> None:
+    before = client.by_instance("pageferry_transferred_bytes")["generation-0"]
+    client.chat([{"role": "user", "content": f"Tell me about {time.time_ns()}."}], max_tokens=4)
+    after = client.by_instance("pageferry_transferred_bytes")["generation-0"]
+    assert after > before
+    assert client.by_instance("pageferry_worker_prefill_tokens")["generation-0"] == 0
+
+
+def test_a_front_end_that_has_served_a_chat_holds_nothing_heavy(
+    service: LaunchedService, client: Client
+) -> None:
+    client.chat(QUESTION, temperature=0, max_tokens=4)
+    mapped = Path(f"/proc/{service.front_end().pid}/maps").read_text()
+    assert "tokenizers" in mapped, "the right process, with its libraries mapped"
+    assert [name for name in HEAVY if name in mapped] == []
+
+
+def test_a_killed_front_end_is_back_on_the_same_port(
+    service: LaunchedService, client: Client
+) -> None:
+    workers = dict(service.pids)
+    service.front_end().kill()
+    client.wait_ready(30)
+    assert "Paris" in client.chat(QUESTION, temperature=0)["choices"][0]["message"]["content"]
+    assert service.pids == workers
+
+
+@pytest.mark.parametrize("instance", ["context-0", "generation-0"])
+def test_a_killed_worker_is_back_as_a_new_incarnation_and_nothing_else_restarts(
+    service: LaunchedService, client: Client, instance: str
+) -> None:
+    other = "generation-0" if instance == "context-0" else "context-0"
+    other_pid, front_end_pid = service.pid(other), service.front_end().pid
+    started = time.monotonic()
+    old = service.kill(instance)
+    service.wait_restarted(instance, old, timeout_s=60)
+    client.wait_ready(60 - (time.monotonic() - started))
+    assert service.pid(other) == other_pid
+    assert service.front_end().pid == front_end_pid
+    for _ in range(3):
+        answer = client.chat(QUESTION, temperature=0)
+        assert "Paris" in answer["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_when_the_launcher_ends(smollm2: Path, how: signal.Signals) -> None:
+    """Even when the kernel kills it, and with a worker that is stopped and hears nothing."""
+    arguments = ("--aggregated", "--kv-cache-bytes", "64MiB", "--device", "cpu")
+    with LaunchedService(smollm2, *arguments) as launched:
+        below = launched.descendants()
+        assert len(below) > 3
+        os.kill(launched.pid("aggregated-0"), signal.SIGSTOP)
+        launched.process.send_signal(how)
+        code = launched.process.wait(30)
+        assert wait_gone(below, 5.0) == []
+        assert code == (0 if how is signal.SIGTERM else -9)
