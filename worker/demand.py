@@ -43,15 +43,6 @@ class PageDemand:
             slots[pool_group] += min(blocks, most)
         return tuple(slots)
 
-    def still(self, tokens: int, capacity: int) -> Slots:
-        """What a sequence with pages for ``capacity`` tokens still has to get until it has
-        ``tokens``.
-        """
-        return tuple(
-            max(need - have, 0)
-            for need, have in zip(self.peak(tokens), self.peak(capacity), strict=True)
-        )
-
     def fresh(self, tokens: int, branches: int) -> Slots:
         """``tokens`` tokens without any pages yet, from which ``branches`` more sequences fork off.
 

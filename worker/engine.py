@@ -41,6 +41,7 @@ from worker.ports import (
     Transfers,
 )
 from worker.requests import Sequence
+from worker.survey import Survey
 
 GAUGES_EVERY_MS = 100
 
@@ -88,7 +89,12 @@ class Engine:
         bounds = Bounds(limits.max_sequence_tokens, limits.vocab_size, limits.max_running)
         self._intake = Intake(self._desk, context, generation, bounds)
         self._board = PageBoard(
-            self._desk, context, generation, limits.max_batch_tokens, limits.max_running
+            self._desk,
+            context,
+            generation,
+            Survey(self._desk),
+            limits.max_batch_tokens,
+            limits.max_running,
         )
         self._roles = {"context": context, "generation": generation}
         self._stopped: str | None = None

@@ -96,6 +96,7 @@ class GenerationRole(Role):
         matched = cache.matched_tokens
         if not cache.grow_to_receive(leg.prompt_tokens):
             cache.close()
+            leg.saving = ()  # what it was to share is gone: it needs all of its room
             return False
         end_block = desk.demand.blocks(leg.prompt_tokens)
         complete = matched == leg.prompt_tokens

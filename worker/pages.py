@@ -19,27 +19,11 @@ from worker.scheduler import (
     Admission,
     Item,
     Limits,
-    Phase,
-    Row,
-    Slots,
     StepPlan,
     plan_admission,
     plan_step,
 )
-
-MAX_ENTRANTS = 256
-"""Items beyond the oldest this many are not looked at in one plan: they could not be served anyway.
-"""
-
-_LEG_PHASES = {
-    LegState.AWAITING_ROOM: Phase.GRANTING,
-    LegState.GRANTED: Phase.PROMISED,
-    LegState.LANDING: Phase.LANDING,
-}
-_SEQUENCE_PHASES = {
-    SequenceState.QUEUED: Phase.QUEUED,
-    SequenceState.SUSPENDED: Phase.SUSPENDED,
-}
+from worker.survey import LEG_PHASES, Survey
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -49,6 +33,7 @@ class PageBoard:
     desk: Desk
     context: ContextRole
     generation: GenerationRole
+    survey: Survey
     max_batch_tokens: int
     max_running: int
 
@@ -56,11 +41,14 @@ class PageBoard:
         """Give pages, and promises of pages, to whoever is next. True when somebody got
         something.
         """
-        items = self._items()
+        items = self.survey.items()
         if not items:
             return False
-        plan = plan_admission(items, self.desk.manager.available_slots(), self._limits())
-        legs = {leg.arrival: leg for leg in self.desk.legs if leg.state in _LEG_PHASES}
+        plan = self._plan(items)
+        if plan.short_of_slots is not None:
+            shared = self.survey.share(items, plan.short_of_slots)
+            plan = plan if shared is None else self._plan(shared)
+        legs = {leg.arrival: leg for leg in self.desk.legs if leg.state in LEG_PHASES}
         return self._carry_out(plan, legs)
 
     def _carry_out(self, plan: Admission, legs: dict[int, LegRecord]) -> bool:
@@ -78,67 +66,8 @@ class PageBoard:
             moved = True
         return moved
 
-    def _items(self) -> list[Item]:
-        """Running work and the oldest entrants. A leg's key is its negated arrival number."""
-        entrants = self._entrants()
-        if not entrants:
-            return []
-        items = [
-            self._running(sequence)
-            for sequence in self.desk.sequences.values()
-            if sequence.state is SequenceState.RUNNING
-        ]
-        items += [
-            self._leg_item(leg, Phase.RECEIVING)
-            for leg in self.desk.legs
-            if leg.state is LegState.RECEIVING
-        ]
-        return items + entrants
-
-    def _entrants(self) -> list[Item]:
-        """The oldest sequences and legs that want pages."""
-        waiting: list[tuple[tuple[int, int], Sequence | LegRecord]] = [
-            (sequence.arrival, sequence)
-            for sequence in self.desk.sequences.values()
-            if sequence.state in _SEQUENCE_PHASES
-        ]
-        waiting += [((leg.arrival, 0), leg) for leg in self.desk.legs if leg.state in _LEG_PHASES]
-        waiting.sort(key=lambda pair: pair[0])
-        return [self._entrant(one) for _, one in waiting[:MAX_ENTRANTS]]
-
-    def _entrant(self, one: Sequence | LegRecord) -> Item:
-        if isinstance(one, LegRecord):
-            return self._leg_item(one, _LEG_PHASES[one.state])
-        demand = self._fresh(one.leg, len(one.tokens), len(one.choices))
-        phase = _SEQUENCE_PHASES[one.state]
-        return Item(one.key, phase, one.arrival, demand, len(one.choices))
-
-    def _running(self, sequence: Sequence) -> Item:
-        capacity = 0 if sequence.cache is None else sequence.cache.capacity
-        target = self._target(sequence.leg, len(sequence.tokens))
-        demand = self.desk.demand.still(target, capacity)
-        return Item(sequence.key, Phase.RUNNING, sequence.arrival, demand, len(sequence.choices))
-
-    def _leg_item(self, leg: LegRecord, phase: Phase) -> Item:
-        choices = max(1, len(leg.open_choices))
-        demand = self._fresh(leg, leg.prompt_tokens, choices)
-        if phase is Phase.RECEIVING:
-            target = self._target(leg, leg.prompt_tokens)
-            demand = self.desk.demand.still(target, leg.prompt_tokens)
-        return Item(-leg.arrival, phase, (leg.arrival, 0), demand, choices)
-
-    def _fresh(self, leg: LegRecord, tokens: int, choices: int) -> Slots:
-        branches = 0 if leg.kind == "context" else choices - 1
-        return self.desk.demand.fresh(self._target(leg, tokens), branches)
-
-    def _target(self, leg: LegRecord, tokens: int) -> int:
-        """Tokens to keep room for: those known and a block to grow into, no more than it can
-        get.
-        """
-        if leg.kind == "context":
-            return leg.prompt_tokens
-        longest = leg.prompt_tokens + leg.output_limit - 1
-        return max(tokens, min(tokens + self.desk.demand.tokens_per_block, longest))
+    def _plan(self, items: list[Item]) -> Admission:
+        return plan_admission(items, self.desk.manager.available_slots(), self._limits())
 
     def _limits(self) -> Limits:
         return Limits(self.max_batch_tokens, self.max_running, self.desk.manager.total_slots())
@@ -170,11 +99,7 @@ class PageBoard:
 
     def step(self) -> list[tuple[Sequence, Slice]]:
         """Choose the chunks of the next step and get their pages."""
-        rows = [
-            Row(sequence.key, sequence.arrival, _pending(sequence), sequence.last_step)
-            for sequence in self.desk.sequences.values()
-            if sequence.state is SequenceState.RUNNING
-        ]
+        rows = self.survey.rows()
         if not rows:
             return []
         plan = plan_step(rows, self._limits())
@@ -251,7 +176,3 @@ class PageBoard:
             block_tables=sequence.cache.block_tables(),
             draws=self.desk.draws(sequence) if end == len(sequence.tokens) else (),
         )
-
-
-def _pending(sequence: Sequence) -> int:
-    return len(sequence.tokens) - sequence.computed

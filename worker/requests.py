@@ -139,6 +139,8 @@ class LegRecord:
     """By key; only those that are not finished."""
     landing: CacheSequence | None = None
     """Generation: pages that the peer writes, before they belong to a sequence."""
+    saving: tuple[int, ...] = ()
+    """Slots per pool group that its grant counted on sharing with others."""
     shipped_blocks: int = 0
     started: bool = False
     cached_tokens: int = 0

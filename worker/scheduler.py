@@ -81,6 +81,8 @@ class Admission:
     land: tuple[int, ...]
     admit: tuple[int, ...]
     grant: tuple[int, ...]
+    short_of_slots: int | None = None
+    """The item that slots were too few for, if that is what ended the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +131,15 @@ def plan_admission(items: Sequence[Item], available: Slots, limits: Limits) -> A
         if item.phase in (Phase.RUNNING, Phase.RECEIVING):
             free = _minus(free, item.demand)
             rows -= item.rows
+    short: int | None = None
     chosen: dict[Phase, list[int]] = {phase: [] for phase in Phase}
     entrants = (item for item in items if item.phase not in (Phase.RUNNING, Phase.RECEIVING))
     for item in sorted(entrants, key=lambda entrant: entrant.arrival):
         demand = _capped(item.demand, limits.total)
-        if item.rows > rows or not fits(demand, free):
+        if item.rows > rows:
+            break
+        if not fits(demand, free):
+            short = item.key
             break
         free = _minus(free, demand)
         rows -= item.rows
@@ -143,6 +149,7 @@ def plan_admission(items: Sequence[Item], available: Slots, limits: Limits) -> A
         land=tuple(chosen[Phase.LANDING]),
         admit=tuple(chosen[Phase.QUEUED]),
         grant=tuple(chosen[Phase.GRANTING]),
+        short_of_slots=short,
     )
 
 

@@ -1,0 +1,149 @@
+"""The desk as the scheduler sees it: items that want pages, rows that want to compute.
+
+Demands are careful: they count every block of a prompt although others may hold some of it. Where
+that alone keeps the next item out, ``share`` finds out by looking what it would really share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from worker.desk import Desk
+from worker.requests import LegRecord, LegState, Sequence, SequenceState
+from worker.scheduler import Item, Phase, Row, Slots
+
+MAX_ENTRANTS: Final = 256
+"""Items beyond the oldest this many are not looked at in one plan: they could not be served
+anyway.
+"""
+
+LEG_PHASES: Final = {
+    LegState.AWAITING_ROOM: Phase.GRANTING,
+    LegState.GRANTED: Phase.PROMISED,
+    LegState.LANDING: Phase.LANDING,
+}
+SEQUENCE_PHASES: Final = {
+    SequenceState.QUEUED: Phase.QUEUED,
+    SequenceState.SUSPENDED: Phase.SUSPENDED,
+}
+
+
+@dataclass(eq=False, slots=True)
+class Survey:
+    """Reads the desk. A leg's key is its negated arrival number, a sequence's its own key."""
+
+    desk: Desk
+    _looked: tuple[int, Slots] = field(default=(0, ()))
+    """Key and available slots of the last look that found nothing to share."""
+
+    def rows(self) -> list[Row]:
+        """Running sequences; each has at least one token to compute."""
+        return [
+            Row(
+                sequence.key,
+                sequence.arrival,
+                len(sequence.tokens) - sequence.computed,
+                sequence.last_step,
+            )
+            for sequence in self.desk.sequences.values()
+            if sequence.state is SequenceState.RUNNING
+        ]
+
+    def items(self) -> list[Item]:
+        """What holds pages and will need more, and the oldest entrants. Empty without entrants."""
+        entrants = self._entrants()
+        if not entrants:
+            return []
+        items = [
+            self._running(sequence)
+            for sequence in self.desk.sequences.values()
+            if sequence.state is SequenceState.RUNNING
+        ]
+        items += [self._receiving(leg) for leg in self.desk.legs if leg.state is LegState.RECEIVING]
+        return items + entrants
+
+    def share(self, items: list[Item], key: int) -> list[Item] | None:
+        """The items with what ``key`` would share with others taken off its demand.
+
+        None when it would share nothing, or nothing has changed since that was last seen.
+        """
+        available = self.desk.manager.available_slots()
+        if self._looked == (key, available):
+            return None
+        one = self._find(key)
+        leg = one if isinstance(one, LegRecord) else one.leg
+        tokens = leg.prompt if isinstance(one, LegRecord) else one.tokens.span(0, len(one.tokens))
+        cache = self.desk.manager.open(leg.scope, tokens, max_match=len(tokens) - 1)
+        matched = self.desk.demand.peak(cache.matched_tokens)
+        pinned = _minus(available, self.desk.manager.available_slots())
+        cache.close()
+        saving = tuple(max(0, slots) for slots in _minus(matched, pinned))
+        if isinstance(one, LegRecord):
+            one.saving = saving
+        if not any(saving):
+            self._looked = (key, available)
+            return None
+        return [
+            replace(item, demand=_less(item.demand, saving)) if item.key == key else item
+            for item in items
+        ]
+
+    def _find(self, key: int) -> Sequence | LegRecord:
+        if key > 0:
+            return self.desk.sequences[key]
+        return next(leg for leg in self.desk.legs if leg.arrival == -key)
+
+    def _entrants(self) -> list[Item]:
+        waiting: list[tuple[tuple[int, int], Sequence | LegRecord]] = [
+            (sequence.arrival, sequence)
+            for sequence in self.desk.sequences.values()
+            if sequence.state in SEQUENCE_PHASES
+        ]
+        waiting += [((leg.arrival, 0), leg) for leg in self.desk.legs if leg.state in LEG_PHASES]
+        waiting.sort(key=lambda pair: pair[0])
+        return [self._entrant(one) for _, one in waiting[:MAX_ENTRANTS]]
+
+    def _entrant(self, one: Sequence | LegRecord) -> Item:
+        if isinstance(one, Sequence):
+            demand = self._fresh(one.leg, len(one.tokens), len(one.choices))
+            phase = SEQUENCE_PHASES[one.state]
+            return Item(one.key, phase, one.arrival, demand, len(one.choices))
+        choices = max(1, len(one.open_choices))
+        demand = self._fresh(one, one.prompt_tokens, choices)
+        if one.saving:
+            demand = _less(demand, one.saving)
+        return Item(-one.arrival, LEG_PHASES[one.state], (one.arrival, 0), demand, choices)
+
+    def _running(self, sequence: Sequence) -> Item:
+        capacity = 0 if sequence.cache is None else sequence.cache.capacity
+        choices = len(sequence.choices)
+        demand = _less(
+            self._fresh(sequence.leg, len(sequence.tokens), choices),
+            self.desk.demand.peak(capacity),
+        )
+        return Item(sequence.key, Phase.RUNNING, sequence.arrival, demand, choices)
+
+    def _receiving(self, leg: LegRecord) -> Item:
+        choices = max(1, len(leg.open_choices))
+        demand = _less(
+            self._fresh(leg, leg.prompt_tokens, choices),
+            self.desk.demand.peak(leg.prompt_tokens),
+        )
+        return Item(-leg.arrival, Phase.RECEIVING, (leg.arrival, 0), demand, choices)
+
+    def _fresh(self, leg: LegRecord, tokens: int, choices: int) -> Slots:
+        """Slots for the known tokens, a block to grow into, and the branches that will fork off."""
+        if leg.kind == "context":
+            return self.desk.demand.peak(leg.prompt_tokens)
+        longest = leg.prompt_tokens + leg.output_limit - 1
+        grown = max(tokens, min(tokens + self.desk.demand.tokens_per_block, longest))
+        return self.desk.demand.fresh(grown, choices - 1)
+
+
+def _minus(left: Slots, right: Slots) -> Slots:
+    return tuple(a - b for a, b in zip(left, right, strict=True))
+
+
+def _less(demand: Slots, have: Slots) -> Slots:
+    return tuple(max(0, need) for need in _minus(demand, have))
