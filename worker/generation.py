@@ -92,15 +92,23 @@ class GenerationRole(Role):
         short.
         """
         desk = self._desk
+        block = desk.demand.tokens_per_block
         cache = desk.manager.open(leg.scope, leg.prompt, max_match=leg.prompt_tokens)
         matched = cache.matched_tokens
+        if matched < leg.prompt_tokens and matched % block:
+            # The partly matched block arrives whole: a copy of its beginning would be of no use,
+            # and on a device it could be late and hit what has arrived.
+            cache.close()
+            matched -= matched % block
+            cache = desk.manager.open(leg.scope, leg.prompt, max_match=matched)
+            matched = cache.matched_tokens
         if not cache.grow_to_receive(leg.prompt_tokens):
             cache.close()
             leg.saving = ()  # what it was to share is gone: it needs all of its room
             return False
         end_block = desk.demand.blocks(leg.prompt_tokens)
         complete = matched == leg.prompt_tokens
-        first_block = end_block if complete else matched // desk.demand.tokens_per_block
+        first_block = end_block if complete else matched // block
         leg.landing = cache
         leg.enter(LegState.RECEIVING)
         lease = cache.lease(first_block, end_block)

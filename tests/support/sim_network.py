@@ -49,6 +49,7 @@ from transfer.session_events import (
     HandOffRequested,
     NoDecodeRequested,
     PagesReady,
+    PeerDied,
     PeerLost,
     PostEnded,
     ShipRequested,
@@ -200,15 +201,32 @@ class SimNetwork:
                     self.after(self.delay(), lambda e=end: self.lose(e, "killed"))  # type: ignore[misc]
 
     def lose(self, end: _End, reason: str) -> None:
-        """The peer is known dead and its endpoint closed."""
+        """The endpoint is closed; a peer that is not dead may still touch what was posted."""
         if end.lost or not end.owner.node.alive:
             return
         end.lost = True
-        fate = PeerFate.UNKNOWN if end.peer.node.alive else PeerFate.DEAD
+        doubt = end.peer.node.alive
+        fate = PeerFate.UNKNOWN if doubt else PeerFate.DEAD
         end.owner.drive(end, PeerLost(reason, fate))
         for entry in end.posts:
             if not entry.done:
-                self.end_post(entry, PostStatus.REVOKED)
+                self.end_post(entry, PostStatus.LOST if doubt else PostStatus.REVOKED)
+
+    def cut(self, left: Node, right: Node) -> None:
+        """The link between two workers breaks; both live on."""
+        pair = {left.incarnation, right.incarnation}
+        for member in self.members.values():
+            for end in list(member.ends.values()):
+                if {member.node.incarnation, end.peer.node.incarnation} == pair:
+                    self.after(self.delay(), lambda e=end: self.lose(e, "cut"))  # type: ignore[misc]
+
+    def certify(self, node: Node) -> None:
+        """Somebody who knows tells the others that this worker is dead."""
+        node.alive = False
+        for member in self.members.values():
+            for end in list(member.ends.values()):
+                if end.peer.node is node and end.lost:
+                    member.drive(end, PeerDied())
 
 
 class SimTransfers(Transfers):
