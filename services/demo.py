@@ -63,7 +63,8 @@ def _figures(turn: Turn, before: tuple[int, int], after: tuple[int, int]) -> str
     moved_bytes, moved_blocks = after[0] - before[0], after[1] - before[1]
     return (
         f"prompt {turn.prompt_tokens} tokens, {turn.cached_tokens} of them cached; "
-        f"transferred {moved_blocks} blocks, {format_bytes(moved_bytes)}; "
+        f"transferred {moved_blocks} {'block' if moved_blocks == 1 else 'blocks'}, "
+        f"{format_bytes(moved_bytes)}; "
         f"first token {turn.first_token_ms:.0f} ms, "
         f"{turn.completion_tokens} tokens in {turn.total_ms:.0f} ms"
     )

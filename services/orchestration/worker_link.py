@@ -303,7 +303,7 @@ class WorkerLink:
         changed = state is not self.state
         self.state, self.reason = state, reason
         if changed:
-            if reason:
+            if reason and state is not LinkState.CLOSED:
                 logger.warning("worker %s is %s: %s", self.incarnation, state.value, reason)
             else:
                 logger.info("worker %s is %s", self.incarnation, state.value)
