@@ -55,7 +55,7 @@ def prose(tokens: int) -> str:
     objects = ("salt", "a bridge of nine arches", "letters from the coast", "the northern road")
     return " ".join(
         f"{subjects[i % 5]} {verbs[i * 7 % 5]} {objects[i * 3 % 4]} in the year {1200 + i}."
-        for i in range(tokens // 8 + 2)
+        for i in range(tokens // 15 + 2)
     )
 
 

@@ -12,7 +12,7 @@ from services.errors import ModelError
 from tests.e2e.client import Client
 from tests.support.launched_service import LaunchedService
 
-SMALL_CACHE = ("--kv-cache-bytes", "512MiB", "--device", "cpu")
+SMALL_CACHE = ("--kv-cache-bytes", "1280MiB", "--device", "cpu")
 
 
 @pytest.fixture(scope="session")

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
-from tests.e2e.cases import Case, cases, prose
+from tests.e2e.cases import LENGTHS, Case, cases, prose
 from tests.e2e.client import Client
 from tests.support.oracle import OracleReport, ReferenceModel, check_equal
 from worker.messages import SamplingParams
+from worker.model.source import locate
 
 pytestmark = [pytest.mark.ray, pytest.mark.ucx, pytest.mark.timeout(600)]
 
@@ -99,10 +101,11 @@ def reference(smollm2: Path) -> ReferenceModel:
     return ReferenceModel(smollm2)
 
 
-def test_fifty_prompts_cold_and_warm(client: Client, reference: ReferenceModel) -> None:
-    corpus = client.complete(prose(4300), max_tokens=1, return_token_ids=True)
-    ids = corpus["choices"][0]["prompt_token_ids"]
-    assert len(ids) >= 4300
+def test_fifty_prompts_cold_and_warm(
+    client: Client, smollm2: Path, reference: ReferenceModel
+) -> None:
+    ids = AutoTokenizer.from_pretrained(**locate(smollm2).arguments()).encode(prose(4300))
+    assert len(ids) >= 2 * max(LENGTHS)
     wanted = list(itertools.product(cases(ids), TEMPERATURES))
     assert len(wanted) == 100
     with ThreadPoolExecutor(AT_ONCE) as pool:
