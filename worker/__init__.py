@@ -1,1 +1,1 @@
-"""One model instance: engine, scheduler, model, sampling, messages to front ends, Ray actor shell."""
+"""One model instance: engine, scheduler, model, sampling, messages to front ends, Ray shell."""

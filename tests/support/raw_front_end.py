@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -183,8 +183,13 @@ class WorkerRun:
         return self.process.wait(20)
 
 
-def start_worker(config: WorkerConfig, log: Path) -> WorkerRun:
-    """Start ``python -m worker.host`` and wait for its address."""
+def start_workers(configs: Sequence[WorkerConfig], logs: Path) -> list[WorkerRun]:
+    """Start ``python -m worker.host`` once for each configuration and wait for the addresses."""
+    started = [_start(config, logs / f"{config.incarnation}.log") for config in configs]
+    return [_address_of(process, log) for process, log in started]
+
+
+def _start(config: WorkerConfig, log: Path) -> tuple[subprocess.Popen[bytes], Path]:
     with log.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "worker.host", "--config-json", "-"],
@@ -194,9 +199,13 @@ def start_worker(config: WorkerConfig, log: Path) -> WorkerRun:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
     assert process.stdin is not None
-    assert process.stdout is not None
     process.stdin.write(config.model_dump_json().encode())
     process.stdin.close()
+    return process, log
+
+
+def _address_of(process: subprocess.Popen[bytes], log: Path) -> WorkerRun:
+    assert process.stdout is not None
     line = process.stdout.readline()
     assert line, f"the worker did not start: {log.read_text()}"
     return WorkerRun(process, WorkerAddress.model_validate(json.loads(line)))

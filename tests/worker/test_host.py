@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.support.oracle import ReferenceModel, check_equal, check_logprobs
-from tests.support.raw_front_end import RawFrontEnd, WorkerRun, start_worker
+from tests.support.raw_front_end import RawFrontEnd, WorkerRun, start_workers
 from transfer.identity import Incarnation
 from transfer.wire import pack_ints
 from worker.config import WorkerConfig
@@ -39,12 +39,20 @@ LAYER_BLOCK_BYTES = 2 * 2 * 16 * 4 * BLOCK
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """One worker of each role."""
+class Pair:
+    """One context and one generation worker."""
 
-    aggregated: WorkerRun
     context: WorkerRun
     generation: WorkerRun
+    model: ReferenceModel
+    path: Path
+
+
+@dataclass(frozen=True)
+class Single:
+    """One worker that does everything itself."""
+
+    run: WorkerRun
     model: ReferenceModel
 
 
@@ -63,19 +71,28 @@ def config(role: WorkerRole, model: Path) -> WorkerConfig:
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3_text"])
-def cluster(
+def pair(
     request: pytest.FixtureRequest,
     tiny_model: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Cluster]:
+) -> Iterator[Pair]:
     path = tiny_model(request.param)
-    logs = tmp_path_factory.mktemp("workers")
-    roles: tuple[WorkerRole, ...] = ("aggregated", "context", "generation")
-    runs = [start_worker(config(role, path), logs / f"{role}.log") for role in roles]
-    aggregated, context, generation = runs
-    yield Cluster(aggregated, context, generation, ReferenceModel(path))
-    codes = [run.stop() for run in runs]
-    assert codes == [0, 0, 0], {role: (logs / f"{role}.log").read_text() for role in roles}
+    logs = tmp_path_factory.mktemp("pair")
+    context, generation = start_workers([config("context", path), config("generation", path)], logs)
+    yield Pair(context, generation, ReferenceModel(path), path)
+    codes = [context.stop(), generation.stop()]
+    assert codes == [0, 0], [log.read_text() for log in logs.iterdir()]
+
+
+@pytest.fixture(scope="module")
+def single(
+    tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Single]:
+    path = tiny_model("llama")
+    logs = tmp_path_factory.mktemp("single")
+    (run,) = start_workers([config("aggregated", path)], logs)
+    yield Single(run, ReferenceModel(path))
+    assert run.stop() == 0, [log.read_text() for log in logs.iterdir()]
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -135,7 +152,7 @@ def prefill(
 
 
 def judge(
-    cluster: Cluster,
+    model: ReferenceModel,
     front_end: RawFrontEnd,
     name: str,
     prompt: list[int],
@@ -149,16 +166,16 @@ def judge(
         output = heard.output()
         assert len(output) == max_tokens
         assert heard.finish == "length"
-        report = check_equal(cluster.model, prompt, output, params, choice=choice)
+        report = check_equal(model, prompt, output, params, choice=choice)
         assert report.ok, report
-        assert check_logprobs(cluster.model, prompt, output, heard.logprobs) == []
+        assert check_logprobs(model, prompt, output, heard.logprobs) == []
 
 
 LENGTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 100, 200)
 
 
-async def test_aggregated_output_is_equal_to_the_oracle(cluster: Cluster) -> None:
-    front_end = await RawFrontEnd.connect(cluster.aggregated.address, TOKEN)
+async def test_aggregated_output_is_equal_to_the_oracle(single: Single) -> None:
+    front_end = await RawFrontEnd.connect(single.run.address, TOKEN)
     before = await front_end.idle()
     for params, label in ((GREEDY, "greedy"), (DRAWN, "drawn")):
         for temperature in ("cold", "warm"):
@@ -168,17 +185,17 @@ async def test_aggregated_output_is_equal_to_the_oracle(cluster: Cluster) -> Non
             for length in LENGTHS:
                 name = f"{label}-{temperature}-{length}"
                 assert (await front_end.end_of(name)).outcome == "succeeded"
-                judge(cluster, front_end, name, prompt_of(length), params)
+                judge(single.model, front_end, name, prompt_of(length), params)
     after = await front_end.idle()
     assert after.free_blocks == before.free_blocks
     await front_end.close()
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_a_pair_is_equal_to_the_oracle(cluster: Cluster, n: int) -> None:
-    context = await RawFrontEnd.connect(cluster.context.address, TOKEN)
-    generation = await RawFrontEnd.connect(cluster.generation.address, TOKEN)
-    destination = cluster.generation.address.incarnation
+async def test_a_pair_is_equal_to_the_oracle(pair: Pair, n: int) -> None:
+    context = await RawFrontEnd.connect(pair.context.address, TOKEN)
+    generation = await RawFrontEnd.connect(pair.generation.address, TOKEN)
+    destination = pair.generation.address.incarnation
     for params, label in ((GREEDY, "greedy"), (DRAWN, "drawn")):
         names = {f"{label}-{n}-{length}": prompt_of(length, n) for length in LENGTHS}
         for name, prompt in names.items():
@@ -188,7 +205,7 @@ async def test_a_pair_is_equal_to_the_oracle(cluster: Cluster, n: int) -> None:
             sent, received = await context.end_of(name), await generation.end_of(name)
             assert sent.outcome == received.outcome == "succeeded", (sent, received)
             assert received.prefill_tokens <= n
-            judge(cluster, generation, name, prompt, params, n=n)
+            judge(pair.model, generation, name, prompt, params, n=n)
             for choice in range(n):
                 first = context.choices[name, choice].output()
                 assert first == generation.choices[name, choice].output()[:1]
@@ -198,10 +215,10 @@ async def test_a_pair_is_equal_to_the_oracle(cluster: Cluster, n: int) -> None:
     await generation.close()
 
 
-async def test_a_warm_pair_ferries_only_what_is_missing(cluster: Cluster) -> None:
-    context = await RawFrontEnd.connect(cluster.context.address, TOKEN)
-    generation = await RawFrontEnd.connect(cluster.generation.address, TOKEN)
-    destination = cluster.generation.address.incarnation
+async def test_a_warm_pair_ferries_only_what_is_missing(pair: Pair) -> None:
+    context = await RawFrontEnd.connect(pair.context.address, TOKEN)
+    generation = await RawFrontEnd.connect(pair.generation.address, TOKEN)
+    destination = pair.generation.address.incarnation
     prompt = prompt_of(10 * BLOCK, seed=9)
     moved = []
     for name, tokens in (("first", prompt), ("second", [*prompt, *prompt_of(2 * BLOCK, seed=5)])):
@@ -209,7 +226,7 @@ async def test_a_warm_pair_ferries_only_what_is_missing(cluster: Cluster) -> Non
         generation.send(generate(name, tokens, GREEDY, context))
         assert (await generation.end_of(name)).outcome == "succeeded"
         moved.append((await context.end_of(name)).transferred_bytes)
-        judge(cluster, generation, name, tokens, GREEDY)
+        judge(pair.model, generation, name, tokens, GREEDY)
     assert moved[1] == 2 * LAYERS * LAYER_BLOCK_BYTES < moved[0]
     assert context.started["second"].cached_tokens == 10 * BLOCK
     assert generation.started["second"].cached_tokens >= 10 * BLOCK
@@ -218,11 +235,11 @@ async def test_a_warm_pair_ferries_only_what_is_missing(cluster: Cluster) -> Non
 
 
 async def test_half_of_the_requests_are_cancelled_and_every_page_comes_home(
-    cluster: Cluster,
+    pair: Pair,
 ) -> None:
-    context = await RawFrontEnd.connect(cluster.context.address, TOKEN)
-    generation = await RawFrontEnd.connect(cluster.generation.address, TOKEN)
-    destination = cluster.generation.address.incarnation
+    context = await RawFrontEnd.connect(pair.context.address, TOKEN)
+    generation = await RawFrontEnd.connect(pair.generation.address, TOKEN)
+    destination = pair.generation.address.incarnation
     rng = np.random.default_rng(3)
     names = {f"cancel-{index}": prompt_of(40 + index, seed=2) for index in range(40)}
 
@@ -243,29 +260,29 @@ async def test_half_of_the_requests_are_cancelled_and_every_page_comes_home(
         ended = await generation.end_of(name)
         if not index % 2:
             assert ended.outcome == "succeeded", ended
-            judge(cluster, generation, name, prompt, GREEDY)
+            judge(pair.model, generation, name, prompt, GREEDY)
     for front_end in (context, generation):
         gauges = await front_end.idle()
         assert gauges.quarantined_blocks == 0
         await front_end.close()
 
 
-async def test_a_front_end_that_hangs_up_cancels_its_requests(cluster: Cluster) -> None:
-    gone = await RawFrontEnd.connect(cluster.aggregated.address, TOKEN)
-    stays = await RawFrontEnd.connect(cluster.aggregated.address, TOKEN)
+async def test_a_front_end_that_hangs_up_cancels_its_requests(single: Single) -> None:
+    gone = await RawFrontEnd.connect(single.run.address, TOKEN)
+    stays = await RawFrontEnd.connect(single.run.address, TOKEN)
     for index in range(6):
         gone.send(generate(f"gone-{index}", prompt_of(50), GREEDY, max_tokens=300))
     stays.send(generate("stays", prompt_of(33), GREEDY))
     await gone.until(lambda: gone.choices)
     await gone.close()
     assert (await stays.end_of("stays")).outcome == "succeeded"
-    judge(cluster, stays, "stays", prompt_of(33), GREEDY)
+    judge(single.model, stays, "stays", prompt_of(33), GREEDY)
     await stays.idle()
     await stays.close()
 
 
-async def test_a_ping_is_answered_while_the_engine_works(cluster: Cluster) -> None:
-    front_end = await RawFrontEnd.connect(cluster.aggregated.address, TOKEN)
+async def test_a_ping_is_answered_while_the_engine_works(single: Single) -> None:
+    front_end = await RawFrontEnd.connect(single.run.address, TOKEN)
     front_end.send(generate("busy", prompt_of(150, seed=4), GREEDY, max_tokens=40))
     front_end.send(Ping(sent_ms=17))
     await front_end.until(lambda: front_end.pongs)
@@ -275,24 +292,20 @@ async def test_a_ping_is_answered_while_the_engine_works(cluster: Cluster) -> No
     await front_end.close()
 
 
-async def test_a_wrong_cluster_token_is_refused(cluster: Cluster) -> None:
+async def test_a_wrong_cluster_token_is_refused(single: Single) -> None:
     with pytest.raises(AssertionError, match="wrong proof of the cluster token"):
-        await RawFrontEnd.connect(cluster.aggregated.address, "wrong token")
+        await RawFrontEnd.connect(single.run.address, "wrong token")
 
 
 async def test_a_killed_context_worker_fails_its_legs_and_a_repair_completes_them(
-    tiny_model: Callable[[str], Path], tmp_path: Path
+    pair: Pair, tmp_path: Path
 ) -> None:
-    path = tiny_model("llama")
-    runs = [
-        start_worker(config(role, path), tmp_path / f"{role}.log")
-        for role in ("context", "generation")
-    ]
+    (victim,) = start_workers([config("context", pair.path)], tmp_path)
     try:
-        await _kill_and_repair(runs[0], runs[1], ReferenceModel(path))
+        await _kill_and_repair(victim, pair.generation, pair.model)
     finally:
-        for run in runs:
-            run.stop()
+        victim.process.kill()
+        victim.process.wait()
 
 
 async def _kill_and_repair(
