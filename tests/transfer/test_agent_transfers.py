@@ -211,11 +211,14 @@ async def test_deadlines_pass_without_traffic(nodes: tuple[Node, Node]) -> None:
     context, generation = nodes
     generation.agent.grant("r", context.address, 10, 300)
     await context.engine.expect(GrantReceived, "r")
-    for node in nodes:
-        end = await node.engine.expect(SessionEnded, "r")
-        assert end.outcome is Outcome.FAILED
+    ends = [await node.engine.expect(SessionEnded, "r") for node in nodes]
+    # Whichever side's clock is first fails and tells the other, which may then end as cancelled.
+    assert Outcome.FAILED in {end.outcome for end in ends}
+    assert Outcome.SUCCEEDED not in {end.outcome for end in ends}
+    for end in ends:
         assert "deadline" in end.reason
-    assert generation.agent.counters.failures["deadline"] == 1
+    failures = [node.agent.counters.failures["deadline"] for node in nodes]
+    assert sum(failures) >= 1
 
 
 async def test_a_granted_request_ends_once_per_side(nodes: tuple[Node, Node]) -> None:
