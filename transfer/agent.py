@@ -118,6 +118,12 @@ class TransferAgent(PairOwner):
         for running in self._all_running():
             running.pair.drive(running.session, FailureReported(STOPPING))
         await self._peers.close()
+        logger.info(
+            "moved %d bytes of pages in %d sessions, at %.2f GB/s while pages moved",
+            self.counters.bytes_total,
+            self.counters.sessions_total,
+            self.counters.gb_per_s,
+        )
 
     async def warm(self, peer: PeerAddress) -> None:
         """Connect to a context worker ahead of the first request, data endpoint and all.

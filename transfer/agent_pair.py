@@ -44,7 +44,7 @@ from transfer.session_events import (
     PostEnded,
 )
 from transfer.story import InvalidTransition
-from transfer.transport import Completion, Endpoint, PageMemory, Transport
+from transfer.transport import Completion, Endpoint, PageMemory, Transport, main_lane
 
 logger = logging.getLogger(__name__)
 
@@ -155,6 +155,12 @@ class Pair:
             self._loop.create_task(self._transport.close_endpoint(endpoint))
             return
         self._endpoint = endpoint
+        logger.info(
+            "pages of %s travel over %s (lanes: %s)",
+            self.incarnation,
+            main_lane(endpoint.lanes),
+            ", ".join(endpoint.lanes),
+        )
         endpoint.on_lost(lambda reason: self.drop(f"data endpoint: {reason}"))
         self.bound.set_result(None)
         while self._held:

@@ -154,6 +154,7 @@ class WorkerProcess:
 
     async def _start_agent(self, core: RankCore) -> tuple[TransferAgent, PeerAddress]:
         config = self._config
+        device = core.loaded.device
         agent = TransferAgent(
             rank_info=rank_info(
                 core.loaded,
@@ -163,7 +164,11 @@ class WorkerProcess:
                 incarnation=config.incarnation,
             ),
             views=views_of_groups(core.plan),
-            transport=UcxTransport(config.host, require_transport=config.require_transport),
+            transport=UcxTransport(
+                config.host,
+                require_transport=config.require_transport,
+                cuda_device=device.index if device.type == "cuda" else None,
+            ),
             memory=StoragePages(core.storage),
             config=AgentConfig(
                 host=config.host,

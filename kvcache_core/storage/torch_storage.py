@@ -110,6 +110,9 @@ class TorchStorage(PageCopier):
     def copy_slot(self, pool_group: int, source: int, target: int) -> None:
         for pool in self._pools[pool_group]:
             pool[target].copy_(pool[source])
+        if self.device.type == "cuda":
+            # A transfer that is posted next is not ordered behind this stream.
+            torch.cuda.current_stream(self.device).synchronize()
 
 
 def _aligned_pool(num_slots: int, slot_bytes: int, device: torch.device) -> torch.Tensor:

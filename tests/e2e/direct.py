@@ -66,9 +66,10 @@ class Worker:
 class DirectCluster:
     """Context and generation workers behind one front end. Use :func:`direct_cluster`."""
 
-    def __init__(self, model: Path, tokenizer: Path) -> None:
+    def __init__(self, model: Path, tokenizer: Path, logs: Path | None) -> None:
         self._model = model
         self._tokenizer = tokenizer
+        self._logs = logs
         self._stack = contextlib.ExitStack()
         self._front_end: subprocess.Popen[bytes] | None = None
         self._routes: dict[str, WorkerAddress] = {}
@@ -85,13 +86,22 @@ class DirectCluster:
             **settings,
         )
         command = [sys.executable, "-m", "worker.host", "--config-json", config.model_dump_json()]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        with contextlib.ExitStack() as opened:
+            log = None
+            if self._logs is not None:
+                log = opened.enter_context(self.log_of(instance).open("ab"))
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
         self._stack.callback(end, process)
         address = WorkerAddress.model_validate(json.loads(read_line(process, START_TIMEOUT_S)))
         worker = Worker(process, address)
         self.workers[instance] = worker
         self._routes[instance] = address
         return worker
+
+    def log_of(self, instance: str) -> Path:
+        """Where the instance writes, every incarnation after the other, if logs are kept."""
+        assert self._logs is not None
+        return self._logs / f"{instance}.log"
 
     def slow_down(self, instance: str, delay_s: float) -> None:
         """From now on the front end reaches ``instance`` over a connection with this latency."""
@@ -164,9 +174,13 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def direct_cluster(model: Path, tokenizer: Path) -> Iterator[DirectCluster]:
-    """A cluster whose processes are gone when the block ends, however it ends."""
-    cluster = DirectCluster(model, tokenizer)
+def direct_cluster(
+    model: Path, tokenizer: Path, logs: Path | None = None
+) -> Iterator[DirectCluster]:
+    """A cluster whose processes are gone when the block ends, however it ends. ``logs`` is a
+    directory for what workers write, which otherwise goes to standard error.
+    """
+    cluster = DirectCluster(model, tokenizer, logs)
     try:
         yield cluster
     finally:

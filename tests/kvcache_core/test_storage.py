@@ -20,8 +20,14 @@ from kvcache_core.spec import (
 from kvcache_core.storage import TorchStorage
 from kvcache_core.storage.torch_storage import TORCH_TYPES, element_type_of
 from tests.kvcache_core.support import DRAFT, TARGET, plan_of
+from tests.support.devices import DEVICES, usable
 
 SLOTS = 7
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return usable(request.param)
 
 
 def attention(layer_id: int, dtype: ElementType, **changes: Any) -> KVCacheLayerSpec:
@@ -61,9 +67,9 @@ def mixed_plan() -> LayoutPlan:
     return LayoutPlan.derive(specs, tokens_per_block=8)
 
 
-def test_each_page_lies_where_its_address_says() -> None:
+def test_each_page_lies_where_its_address_says(device: str) -> None:
     plan = mixed_plan()
-    storage = TorchStorage(plan, [SLOTS] * len(plan.pool_groups))
+    storage = TorchStorage(plan, [SLOTS] * len(plan.pool_groups), device)
     for number, ((layer_id, role), address) in enumerate(plan.addresses.items(), start=1):
         view = storage.buffer(layer_id, role)
         geometry = address.geometry
@@ -73,7 +79,7 @@ def test_each_page_lies_where_its_address_says() -> None:
             pages = view[slot] if geometry.pages_per_block > 1 else view[slot].unsqueeze(0)
             assert len(pages) == geometry.pages_per_block
             for page, data in enumerate(pages):
-                data.copy_(torch.full(data.shape, float(number % 7 + 1)).to(data.dtype))
+                data.copy_(torch.full(data.shape, float(number % 7 + 1)).to(data))
                 raw = data.contiguous().view(torch.uint8).flatten()
                 start = address.byte_offset(slot, page)
                 flat = pool.flatten()[start : start + geometry.page_bytes]
@@ -109,9 +115,9 @@ def test_index_spaces_address_the_views() -> None:
         ElementType.FLOAT8_E4M3,
     ],
 )
-def test_kv_is_a_view_of_the_pool(dtype: ElementType) -> None:
+def test_kv_is_a_view_of_the_pool(dtype: ElementType, device: str) -> None:
     plan = LayoutPlan.derive([attention(0, dtype), attention(1, dtype)], tokens_per_block=8)
-    storage = TorchStorage(plan, [SLOTS])
+    storage = TorchStorage(plan, [SLOTS], device)
     kv = storage.kv(1)
     assert kv.shape == (SLOTS, 2, 2, 8, 16)
     assert kv.dtype is TORCH_TYPES[dtype]
@@ -119,7 +125,7 @@ def test_kv_is_a_view_of_the_pool(dtype: ElementType) -> None:
     assert storage.pool_bytes(0, 0).is_contiguous()
     assert storage.pool_bytes(0, 0).data_ptr() % 64 == 0
     value = storage.buffer(1, BufferRole.VALUE)
-    kv[SLOTS - 1, 1] = torch.ones(2, 8, 16).to(kv.dtype)
+    kv[SLOTS - 1, 1] = torch.ones(2, 8, 16).to(kv)
     assert value[SLOTS - 1].float().sum() == 2 * 8 * 16
     assert storage.kv(0).float().sum() == 0
     assert kv[SLOTS - 1, 1].data_ptr() == value[SLOTS - 1].data_ptr()
@@ -137,9 +143,9 @@ def test_kv_shapes_of_special_layers() -> None:
         storage.kv(6)
 
 
-def test_copy_slot_copies_all_pools_and_nothing_else() -> None:
+def test_copy_slot_copies_all_pools_and_nothing_else(device: str) -> None:
     plan = mixed_plan()
-    storage = TorchStorage(plan, [SLOTS] * len(plan.pool_groups))
+    storage = TorchStorage(plan, [SLOTS] * len(plan.pool_groups), device)
     generator = torch.Generator().manual_seed(1)
     for group in plan.pool_groups:
         before = []
@@ -161,16 +167,3 @@ def test_wrong_requests_are_refused() -> None:
         TorchStorage(plan, [4])
     with pytest.raises(ValueError, match=r"no KV cache of torch\.int64"):
         element_type_of(torch.int64)
-
-
-@pytest.mark.gpu
-def test_views_on_a_gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    plan = mixed_plan()
-    storage = TorchStorage(plan, [SLOTS] * len(plan.pool_groups), "cuda")
-    kv = storage.kv(0)
-    kv[3] = 1.0
-    storage.copy_slot(plan.address(0, BufferRole.KEY).pool_group, 3, 6)
-    assert torch.equal(kv[6], kv[3])
-    assert storage.pool_bytes(0, 0).data_ptr() % 64 == 0

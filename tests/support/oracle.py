@@ -33,13 +33,13 @@ POSITIONS_PER_DIFFERENCE: Final = 100
 LOGPROB_TOLERANCE: Final = 2e-3
 
 
-def load_reference(path: Path | str) -> Any:
+def load_reference(path: Path | str, device: str = "cpu") -> Any:
     """transformers' own float32 model with its own attention.
 
     Weights of a GGUF file come through our reader, which a test holds equal to transformers' (that
     takes ten times as long).
     """
-    module = load_model(path, dtype="float32").module
+    module = load_model(path, device=device, dtype="float32").module
     module.set_attn_implementation("sdpa")
     return module
 
@@ -47,8 +47,9 @@ def load_reference(path: Path | str) -> Any:
 class ReferenceModel:
     """transformers' float32 model with its own attention, and the last sequence's logits."""
 
-    def __init__(self, path: Path | str) -> None:
-        self._module: Any = load_reference(path)
+    def __init__(self, path: Path | str, device: str = "cpu") -> None:
+        self._device = device
+        self._module: Any = load_reference(path, device)
         self._last: tuple[tuple[int, ...], npt.NDArray[np.float32]] | None = None
 
     def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
@@ -56,8 +57,9 @@ class ReferenceModel:
         key = tuple(int(token) for token in tokens)
         if self._last is None or self._last[0] != key:
             with torch.inference_mode():
-                found = self._module(input_ids=torch.tensor([key]), use_cache=False).logits[0]
-            self._last = (key, found.float().numpy())
+                ids = torch.tensor([key], device=self._device)
+                found = self._module(input_ids=ids, use_cache=False).logits[0]
+            self._last = (key, found.float().cpu().numpy())
         return self._last[1]
 
     def generate(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.devices import DEVICES, usable
 from tests.support.models import FAMILIES
 from tests.support.oracle import ReferenceModel, check_equal, check_logprobs
 from tests.worker.model.harness import PagedModel
@@ -43,7 +44,7 @@ class Generation:
         self.logprobs: dict[str, list[TokenLogprob | None]] = {name: [] for name in prompts}
         pending: dict[str, Sequence[int]] = dict(prompts)
         for _ in range(length):
-            logits = paged.feed(**pending)
+            logits = paged.feed(**pending).to(paged.loaded.device)
             rows = [self._row(name) for name in pending]
             for name, result in zip(pending, sample(logits, rows), strict=True):
                 assert isinstance(result, Sampled)
@@ -71,11 +72,12 @@ def prompts() -> dict[str, list[int]]:
     }
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generation_equals_the_oracle(
-    tiny_model: TinyModel, prompts: dict[str, list[int]], family: str
+    tiny_model: TinyModel, prompts: dict[str, list[int]], family: str, device: str
 ) -> None:
-    paged = PagedModel(tiny_model(family))
+    paged = PagedModel(tiny_model(family), device=usable(device))
     reference = ReferenceModel(tiny_model(family))
     generation = Generation(paged, prompts, 60)
     for name, params in PARAMS.items():

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.devices import DEVICES, usable
 from tests.support.models import FAMILIES, WINDOW
 from tests.worker.model.harness import PagedModel
 from worker.model.errors import AttentionInputError
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOLERANCE = {"cpu": 2e-4, "cuda": 2e-3}
 
 
@@ -59,9 +59,7 @@ def check(
     tiny_model: Callable[[str], Path],
     reference: Callable[[Path], Any],
 ) -> Check:
-    device = str(request.param)
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+    device = usable(request.param)
     path = tiny_model(family)
     return Check(PagedModel(path, device=device), reference(path), TOLERANCE[device])
 

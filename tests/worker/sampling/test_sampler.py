@@ -12,20 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import naive_sampling as naive
+from tests.support.devices import DEVICES, usable
 from worker.messages import SamplingParams
 from worker.sampling import Sampled, SampleRow, SamplingFailed, sample
 from worker.sampling.batched import draw_rows
-from worker.sampling.noise import gumbel_noise, row_keys
+from worker.sampling.noise import gumbel_noise, high_bits, row_keys
 from worker.sampling.rowwise import draw_row
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return str(request.param)
+    return usable(request.param)
 
 
 def make_row(
@@ -162,6 +159,28 @@ def test_noise_is_the_published_hash(device: str) -> None:
     for row, noise in zip(rows, found, strict=True):
         expected = naive.gumbel(row.params.seed, row.choice, row.output_index, 5000)
         np.testing.assert_allclose(noise, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.gpu
+def test_noise_is_the_same_on_a_gpu() -> None:
+    """The hash bit for bit; the two logarithms after it to a few units in the last place, so that
+    a draw never depends on where it was made.
+    """
+    device = torch.device(usable("cuda"))
+    rows = [make_row(output=[1] * i, choice=i % 3, seed=2**63 - 1 - i) for i in range(64)]
+    vocabulary = torch.arange(50_000, dtype=torch.int32)[None]
+    found, expected = (
+        (high_bits(keys, ids), gumbel_noise(keys, ids))
+        for keys, ids in (
+            (row_keys(rows, device), vocabulary.to(device)),
+            (row_keys(rows, torch.device("cpu")), vocabulary),
+        )
+    )
+    assert torch.equal(found[0].cpu(), expected[0])
+    noise = found[1].cpu()
+    print(f"{(noise != expected[1]).double().mean():.1e} of the noise differs in its last bits")
+    torch.testing.assert_close(noise, expected[1], rtol=1e-14, atol=1e-15)
+    assert torch.equal(noise.argmax(1), expected[1].argmax(1))
 
 
 def test_noise_is_gumbel() -> None:

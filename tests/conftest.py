@@ -1,0 +1,32 @@
+"""Options of the whole suite."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+
+REQUIRE_GPU = "--require-gpu"
+GPU_MARKERS = ("gpu", "multi_gpu")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        REQUIRE_GPU,
+        action="store_true",
+        help="a test marked gpu or multi_gpu that is skipped fails instead",
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    skipped = report.skipped and "wasxfail" not in report.keywords
+    needs_gpu = any(item.get_closest_marker(marker) for marker in GPU_MARKERS)
+    if skipped and needs_gpu and item.config.getoption(REQUIRE_GPU):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"{REQUIRE_GPU} was given: {reason}"
+    return report

@@ -1,0 +1,17 @@
+"""Where a parametrised test runs: on the CPU, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pytest
+import torch
+
+DEVICES: Final = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+
+
+def usable(device: str) -> str:
+    """The device, or a skip (a failure under ``--require-gpu``) when it is not there."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return device
