@@ -127,6 +127,8 @@ class Engine:
         for item in items:
             self._receive(item)
         self._intake.expire()
+        if self._stopped is not None:
+            self._fail_everything(self._stopped)
         progress = self._stopped is None and self._advance()
         self._parts.output.deliver(self._desk.outbox.take())
         self._tell_gauges(now=not progress)
@@ -136,11 +138,10 @@ class Engine:
         """When the engine has something to do even if no message comes."""
         return self._intake.next_expiry_ms()
 
-    def fail_everything(self, reason: str) -> None:
-        """The worker is unusable: end every leg, so that its request can be repaired elsewhere."""
+    def _fail_everything(self, reason: str) -> None:
+        """The worker ends: every leg does, so that its request can be repaired elsewhere."""
         for leg in list(self._desk.legs):
             self._desk.end(leg, Ending("failed", "worker_failed", reason, retryable=True))
-        self._parts.output.deliver(self._desk.outbox.take())
 
     def _advance(self) -> bool:
         moved = self._board.admit()
@@ -193,8 +194,7 @@ class Engine:
             case FrontEndJoined():
                 self._gauges = None
             case Shutdown():
-                self.fail_everything(item.reason)
-                self._stopped = item.reason
+                self._stopped = self._stopped or item.reason
             case _:
                 self._agent_event(item)
 
@@ -202,12 +202,10 @@ class Engine:
         self._intake.agent_event(event)
         quarantined = self._desk.leases.quarantined_blocks
         if quarantined > self._limits.quarantine_limit_blocks:
-            reason = (
+            self._stopped = self._stopped or (
                 f"{quarantined} blocks are in quarantine, "
                 f"the limit is {self._limits.quarantine_limit_blocks}"
             )
-            self.fail_everything(reason)
-            self._stopped = reason
 
     def _tell_gauges(self, *, now: bool) -> None:
         now_ms = self._parts.clock.now_ms()

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from transfer.agent_events import HandoffReceived, SessionEnded
+from transfer.messages import ChoiceHandoff
 from transfer.outcome import Outcome
 from worker.desk import SUCCEEDED, Desk, Ending
 from worker.messages import TokenLogprob
@@ -132,31 +133,30 @@ class GenerationRole(Role):
         cache.advance(leg.prompt_tokens)
         if cache.committed < leg.prompt_tokens:
             cache.commit(leg.prompt[cache.committed :])
-        drawn = []
-        for choice in choices:
-            logprob = choice.logprob
-            drawn.append(
-                Drawn(
-                    choice.token,
-                    None
-                    if logprob is None
-                    else TokenLogprob(logprob=logprob.logprob, top=logprob.top),
-                )
-            )
+        drawn: dict[int, Drawn] = {}
+        for index, choice in enumerate(choices):
+            if index not in leg.open_choices:
+                continue
+            token = Drawn(choice.token, _logprob(choice))
+            if choice.finish is None:
+                drawn[index] = token
+            else:
+                # Whether token 1 ends a choice is the context worker's decision alone.
+                self._desk.emit(leg, index, 0, token.token, token.logprob, choice.finish)
+                leg.open_choices.discard(index)
         self._spread(leg, cache, drawn)
 
-    def _spread(self, leg: LegRecord, cache: CacheSequence, drawn: Values[Drawn]) -> None:
-        """One running sequence with the landed pages for all open choices; then as after any
+    def _spread(self, leg: LegRecord, cache: CacheSequence, drawn: dict[int, Drawn]) -> None:
+        """One running sequence with the landed pages for all choices that go on; then as after any
         draw.
         """
-        choices = tuple(sorted(leg.open_choices))
-        if not choices:
+        if not drawn:
             cache.close()
             self._end_if_done(leg)
             return
         tokens = TokenList(leg.prompt)
-        sequence = self._desk.add_sequence(leg, choices, tokens, SequenceState.RUNNING, cache)
-        self.computed(sequence, [drawn[choice] for choice in choices])
+        sequence = self._desk.add_sequence(leg, tuple(drawn), tokens, SequenceState.RUNNING, cache)
+        self.computed(sequence, tuple(drawn.values()))
 
     def no_decode(self, request_id: str) -> None:
         """The first token ended every choice on the context worker."""
@@ -241,3 +241,8 @@ class GenerationRole(Role):
     @override
     def next_expiry_ms(self) -> int | None:
         return None
+
+
+def _logprob(choice: ChoiceHandoff) -> TokenLogprob | None:
+    logprob = choice.logprob
+    return None if logprob is None else TokenLogprob(logprob=logprob.logprob, top=logprob.top)

@@ -168,7 +168,9 @@ def test_told_to_stop_it_ends_every_leg_first(stage: str) -> None:
     if stage == "running":
         world.run_until(lambda: ("r", 0) in world.choices)
     worker.inbox.append(Shutdown("maintenance"))
+    world.send(worker, generate("too late", [1, 2, 3]))
     world.step()
+    assert world.ended(worker, "generation", "too late").retryable
     ended = world.ended(worker, "generation", "r")
     assert (ended.code, ended.message, ended.retryable) == ("worker_failed", "maintenance", True)
     assert worker.engine.stopped == "maintenance"
