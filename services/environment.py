@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,6 +41,12 @@ RAY_VARIABLES: Final = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 """Must be in the environment before ray is imported."""
+JOINED_RAY_VARIABLES: Final = {
+    **RAY_VARIABLES,
+    # An attempt at a silent address takes 40 s; the default of 20 attempts is no deadline.
+    "RAY_NUM_REDIS_GET_RETRIES": "2",
+}
+"""The same for a Ray that somebody else runs."""
 PRIVATE_RAY_VARIABLES: Final = {
     **RAY_VARIABLES,
     # Unless it thinks that one machine is all there can be, Ray takes an address of the network.
@@ -47,7 +54,15 @@ PRIVATE_RAY_VARIABLES: Final = {
     # The pools of a worker have a fixed size; Ray's monitor would kill workers for the page cache.
     "RAY_memory_monitor_refresh_ms": "0",
 }
-"""The same for a Ray of our own on this machine."""
+
+
+def private_ray_variables() -> dict[str, str]:
+    """The same for a Ray of our own on this machine, with a secret that nobody else knows."""
+    return {
+        **PRIVATE_RAY_VARIABLES,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

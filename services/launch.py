@@ -102,8 +102,12 @@ class RayHost(InstanceHost):
                 session.close(keep_logs=False)
             if not isinstance(error, ConnectionError | RuntimeError | OSError | ValueError):
                 raise
-            where = settings.address or "a private Ray on this machine"
-            raise StartError(f"Ray ({where}) cannot be used: {error}") from error
+            if settings.address is None:
+                raise StartError(f"Ray cannot be started on this machine: {error}") from error
+            raise StartError(
+                f"the Ray cluster {settings.address} cannot be joined: {error}; is it up, and are "
+                "RAY_AUTH_MODE and the token here those of the cluster?"
+            ) from error
         return cls(settings, make_config, session)
 
     def close(self) -> None:

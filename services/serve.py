@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from services.config import ServeConfig
 from services.environment import (
-    PRIVATE_RAY_VARIABLES,
-    RAY_VARIABLES,
+    JOINED_RAY_VARIABLES,
     Environment,
     apply_environment,
+    private_ray_variables,
 )
 from services.frontend_process import FrontEndProcess, bind
 from services.instances import InstanceKeeper
@@ -228,7 +228,12 @@ class _Launch:
     def _open_ray(self) -> RayHost:
         private = self._config.ray_address is None
         self._terminal.update("ray", "starting" if private else "connecting")
-        apply_environment(PRIVATE_RAY_VARIABLES if private else RAY_VARIABLES)
+        apply_environment(private_ray_variables() if private else JOINED_RAY_VARIABLES)
+        if not private:
+            # Joining may block for a minute, deaf to our handlers, and leaves nothing to clean up.
+            for number in SIGNALS:
+                asyncio.get_running_loop().remove_signal_handler(number)
+                signal.signal(number, signal.SIG_DFL)
         # Only now: Ray reads these variables when it is imported, and takes a second for it.
         from services.launch import RayHost, RaySettings
 
