@@ -1,1 +1,1 @@
-"""Moves KV pages between workers: identity, compatibility, plan, sans-IO sessions and transports."""
+"""Moves KV pages between workers: identity, compatibility, plan, sessions and transports."""

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,12 +47,18 @@ def test_token_one_comes_first_and_once_over_a_slow_context_connection(
         client = cluster.start_front_end()
         for number in range(8):
             prompt = f"Sentence number {number} goes here."
-            body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-            got = client.stream("/v1/completions", return_token_ids=True, **body)
+            body: dict[str, Any] = {
+                "prompt": prompt,
+                "max_tokens": 12,
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            }
+            got = client.stream("/v1/completions", **body)
             assert got.done
             output = got.choices[0].token_ids
             assert len(output) == 12
-            whole = client.complete(**body, return_token_ids=True)["choices"][0]
+            whole = client.complete(**body)["choices"][0]
             assert whole["token_ids"] == output
             report = check_equal(
                 reference, whole["prompt_token_ids"], output, SamplingParams(temperature=0)

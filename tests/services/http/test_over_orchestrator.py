@@ -1,4 +1,4 @@
-"""The API over the real orchestration, which runs over fake workers: what each promises the other."""
+"""The whole front end but its process: the API over the orchestration, with fake workers."""
 
 from __future__ import annotations
 
