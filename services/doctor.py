@@ -71,7 +71,7 @@ def examine(port: int) -> Iterator[Check]:
     yield _torch()
     yield _ucx()
     yield _default_model(environment)
-    yield _port(port)
+    yield check_port(port)
     for warning in environment.warnings:
         yield Check(name="environment", status=Status.WARNING, found=warning)
 
@@ -219,7 +219,7 @@ def _disk(environment: Environment) -> Check:
 
 
 def _torch() -> Check:
-    gpus, error = _probe("worker.device_probe")
+    gpus, error = probe("worker.device_probe")
     if error:
         return Check(
             name="devices",
@@ -241,7 +241,7 @@ def _torch() -> Check:
 
 
 def _ucx() -> Check:
-    facts, error = _probe("transfer.ucx.probe")
+    facts, error = probe("transfer.ucx.probe")
     if error:
         return Check(
             name="transfer",
@@ -289,7 +289,8 @@ def _default_model(environment: Environment) -> Check:
     )
 
 
-def _port(port: int) -> Check:
+def check_port(port: int) -> Check:
+    """Whether ``serve`` could listen on ``port``."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -304,7 +305,7 @@ def _port(port: int) -> Check:
     return good("port", f"{port} is free")
 
 
-def _probe(module: str, run: Callable[..., Any] = subprocess.run) -> tuple[Any, str]:
+def probe(module: str, run: Callable[..., Any] = subprocess.run) -> tuple[Any, str]:
     """JSON that ``python -m module`` prints, and what went wrong if something did."""
     try:
         result = run(

@@ -7,6 +7,7 @@ lines. Everything goes to standard error: standard output is for results.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from types import TracebackType
 from typing import Protocol, Self, TextIO
@@ -84,28 +85,36 @@ class PlainTerminal(Terminal):
 
 
 class LiveTerminal(Terminal):
-    """A live table of the parts at work, with the seconds each has taken."""
+    """A live table of the parts at work, with the seconds each has taken; nothing while none is."""
 
     def __init__(self, stream: TextIO) -> None:
         self._console = Console(file=stream, highlight=False)
-        self._live = Live(
-            console=self._console,
-            get_renderable=self._render,
-            refresh_per_second=4,
-            transient=True,
-        )
         self._spinner = Spinner("dots")
         self._parts: dict[str, tuple[str, float]] = {}
+        self._live: Live | None = None
+        self._lock = threading.RLock()
 
     @override
     def update(self, part: str, text: str) -> None:
-        _, since = self._parts.get(part, ("", time.monotonic()))
-        self._parts[part] = (text, since)
+        with self._lock:
+            _, since = self._parts.get(part, ("", time.monotonic()))
+            self._parts[part] = (text, since)
+            if self._live is None:
+                self._live = Live(
+                    console=self._console,
+                    get_renderable=self._render,
+                    refresh_per_second=4,
+                    transient=True,
+                )
+                self._live.start()
 
     @override
     def done(self, part: str, text: str) -> None:
-        self._parts.pop(part, None)
-        self._console.print(Text.assemble(("✓ ", "green"), (f"{part}: ", "bold"), text))
+        with self._lock:
+            self._parts.pop(part, None)
+            self._console.print(Text.assemble(("✓ ", "green"), (f"{part}: ", "bold"), text))
+            if not self._parts:
+                self._stop()
 
     @override
     def line(self, text: str) -> None:
@@ -113,7 +122,6 @@ class LiveTerminal(Terminal):
 
     @override
     def __enter__(self) -> Self:
-        self._live.start()
         return self
 
     @override
@@ -123,13 +131,20 @@ class LiveTerminal(Terminal):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._live.stop()
+        with self._lock:
+            self._parts.clear()
+            self._stop()
+
+    def _stop(self) -> None:
+        # Others write to the terminal too: while nothing is at work it is theirs.
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
     def _render(self) -> Table:
         table = Table.grid(padding=(0, 1))
         now = time.monotonic()
         for part, (text, since) in tuple(self._parts.items()):
-            table.add_row(
-                self._spinner, Text(part, "bold"), Text(text), Text(f"{now - since:.0f} s", "dim")
-            )
+            seconds = Text(f"{now - since:.0f} s", "dim")
+            table.add_row(self._spinner, Text(part, "bold"), Text(text), seconds)
         return table
