@@ -79,13 +79,13 @@ def plan_instances(
         share = int(smallest * GPU_MEMORY_SHARE) // per_gpu - weights_bytes - GPU_ACTIVATION_BYTES
     else:
         share = int(machine.available_bytes * CPU_MEMORY_SHARE) // count
-    kv_cache_bytes = config.kv_cache_bytes or share
-    if kv_cache_bytes < MIN_KV_CACHE_BYTES:
+    if config.kv_cache_bytes is None and share < MIN_KV_CACHE_BYTES:
         raise ConfigError(
             f"kv_cache_bytes: expected at least {format_bytes(MIN_KV_CACHE_BYTES)} an instance, "
-            f"got {format_bytes(max(0, kv_cache_bytes))} for {count} instances on {device}; "
+            f"got {format_bytes(max(0, share))} for {count} instances on {device}; "
             "free some memory, start fewer instances or set kv_cache_bytes"
         )
+    kv_cache_bytes = config.kv_cache_bytes or share
     return tuple(
         InstancePlan(
             name=name,
