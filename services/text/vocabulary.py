@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,6 +22,8 @@ from tokenizers import Tokenizer as RawTokenizer
 
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE: Final = " "
+_MARK: Final = "\u2581"
+"""SentencePiece's space."""
 
 
 class UnsupportedTokenizer(ValueError):
@@ -45,11 +47,12 @@ class Vocabulary:
     def __init__(self, raw: RawTokenizer) -> None:
         spec: dict[str, Any] = json.loads(raw.to_str())
         self._raw = raw
-        self._rule = _rule(spec.get("decoder"))
+        tokens = raw.get_vocab(with_added_tokens=True)
+        self._rule = _rule(spec.get("decoder"), tokens)
         added = raw.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._pieces: dict[int, bytes] = {}
-        self._ids = frozenset(raw.get_vocab(with_added_tokens=True).values())
+        self._ids = frozenset(tokens.values())
 
     @property
     def strip_spaces(self) -> int:
@@ -80,11 +83,13 @@ class Vocabulary:
         return token.encode() if token_id in self._special else rule(token)
 
 
-def _rule(decoder: Mapping[str, Any] | None) -> _Rule:
+def _rule(decoder: Mapping[str, Any] | None, tokens: Iterable[str]) -> _Rule:
     """Rule of a decoder specification. Raises UnsupportedTokenizer."""
     steps = list(_steps(decoder))
     kinds = [str(step.get("type")) for step in steps]
-    if "ByteLevel" in kinds and set(kinds) <= {"ByteLevel", "Fuse"}:
+    if "ByteLevel" in kinds and (
+        set(kinds) <= {"ByteLevel", "Fuse"} or _is_byte_level_after_all(kinds, tokens)
+    ):
         return _Rule(_byte_level, _byte_level, 0)
     if not steps or not set(kinds) <= {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}:
         raise UnsupportedTokenizer(
@@ -100,7 +105,7 @@ def _rule(decoder: Mapping[str, Any] | None) -> _Rule:
             case "Replace":
                 replaced.append(_replacement(step))
             case "Metaspace":
-                mark = str(step.get("replacement", "\u2581"))
+                mark = str(step.get("replacement", _MARK))
                 replaced.append((mark, _SPACE))
                 if step.get("prepend_scheme", "always") != "never":
                     dropped = mark
@@ -109,6 +114,21 @@ def _rule(decoder: Mapping[str, Any] | None) -> _Rule:
             case _:
                 pass
     return _fallback_rule(replaced, dropped, strip_spaces, has_bytes="ByteFallback" in kinds)
+
+
+def _is_byte_level_after_all(kinds: Sequence[str], tokens: Iterable[str]) -> bool:
+    """Whether the steps of a byte-fallback decoder before the ByteLevel one have nothing to do.
+
+    Some releases of transformers (5.17) write both for byte-level GGUF files.
+    """
+    if kinds[-1] != "ByteLevel" or not set(kinds) <= {
+        "ByteLevel",
+        "ByteFallback",
+        "Fuse",
+        "Replace",
+    }:
+        return False
+    return not any(_MARK in token or _BYTE_TOKEN.fullmatch(token) for token in tokens)
 
 
 def _steps(decoder: Mapping[str, Any] | None) -> Iterable[Mapping[str, Any]]:

@@ -113,6 +113,27 @@ def test_ids_beyond_the_vocabulary_have_no_text() -> None:
     assert decode(BYTE_LEVEL_VOCABULARY, [10**6, token_id(BYTE_LEVEL, "a")]) == "a"
 
 
+def test_byte_fallback_before_byte_level_is_byte_level_unless_it_has_something_to_do() -> None:
+    """transformers 5.17 writes both for byte-level GGUF files."""
+    both = decoders.Sequence(
+        [
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Replace("\u2581", " "),
+            decoders.ByteLevel(),
+        ]
+    )
+    tokenizer = byte_level_tokenizer()
+    tokenizer.decoder = both
+    vocabulary = Vocabulary(tokenizer)
+    for id_ in range(tokenizer.get_vocab_size()):
+        assert vocabulary.piece(id_) == BYTE_LEVEL_VOCABULARY.piece(id_)
+    tokenizer = byte_fallback_tokenizer()
+    tokenizer.decoder = both
+    with pytest.raises(UnsupportedTokenizer, match="expected"):
+        Vocabulary(tokenizer)
+
+
 @pytest.mark.parametrize("decoder", [None, decoders.WordPiece(), decoders.Strip("x", 1, 0)])
 def test_an_unknown_decoder_is_refused(decoder: decoders.Decoder | None) -> None:
     tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
