@@ -26,6 +26,7 @@ app = typer.Typer(
 
 CAPACITY: Final = "Capacity"
 CLUSTER: Final = "Cluster"
+ROUTING: Final = "Routing"
 TIMEOUTS: Final = "Deadlines (500ms, 90s, 10m)"
 
 ModelArgument = Annotated[
@@ -113,8 +114,28 @@ RunningOption = Annotated[
 TransportOption = Annotated[
     str | None,
     typer.Option(
-        help="Refuse to start without this UCX transport, such as sysv, posix or cuda_ipc.",
+        help="Refuse to start without this transport, such as shm, rdma or cuda_ipc.",
         rich_help_panel=CAPACITY,
+    ),
+]
+LoadRuleOption = Annotated[
+    str | None,
+    typer.Option(
+        help="round_robin, least_backlog or estimated (default: estimated).",
+        rich_help_panel=ROUTING,
+    ),
+]
+FollowOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Prefixes that a new conversation follows: specific or always (default: specific).",
+        rich_help_panel=ROUTING,
+    ),
+]
+InFlightOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Requests beyond these are refused with 429 (default: 512).", rich_help_panel=ROUTING
     ),
 ]
 RequestTimeoutOption = Annotated[
@@ -160,6 +181,9 @@ def serve(  # noqa: PLR0913  one parameter an option is how typer works
     max_batch_tokens: BatchOption = None,
     max_running: RunningOption = None,
     require_transport: TransportOption = None,
+    load_rule: LoadRuleOption = None,
+    new_conversation_follow: FollowOption = None,
+    max_in_flight: InFlightOption = None,
     request_timeout_ms: RequestTimeoutOption = None,
     transfer_timeout_ms: TransferTimeoutOption = None,
     startup_timeout_ms: StartupTimeoutOption = None,

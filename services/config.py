@@ -25,6 +25,7 @@ from pydantic import (
     model_validator,
 )
 
+from router.rules import LoadRule, NewConversationFollow
 from services.environment import Environment
 from services.errors import ConfigError
 from services.units import parse_bytes, parse_duration_ms
@@ -87,6 +88,10 @@ class ServeConfig(BaseModel):
     max_batch_tokens: int = Field(default=512, ge=1)
     max_running: int = Field(default=64, ge=1)
     require_transport: str | None = None
+    load_rule: LoadRule = LoadRule.ESTIMATED
+    new_conversation_follow: NewConversationFollow = NewConversationFollow.SPECIFIC
+    max_in_flight: int = Field(default=512, ge=1)
+    """Requests beyond these are refused with 429."""
     request_timeout_ms: DurationMs = 600_000
     """Deadline of a request, queueing included."""
     transfer_timeout_ms: DurationMs = 60_000

@@ -24,6 +24,8 @@ import uvloop
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 from typing_extensions import override
 
+from router.conversation import RouterSettings
+from router.rules import LoadRule, RuleSettings
 from services.errors import EXIT_FAILURE, EXIT_OK
 from services.http.app import create_app
 from services.http.settings import HttpSettings
@@ -75,6 +77,11 @@ async def _serve(settings: FrontEndSettings, text: Tokenizer, reader: asyncio.St
             cluster_token=settings.cluster_token,
             front_end=f"front-end-{os.getpid()}",
             expected_instances=settings.expected_instances,
+            max_in_flight=settings.max_in_flight,
+            router=RouterSettings(
+                rules=RuleSettings(rule=LoadRule(settings.load_rule)),
+                new_conversation_follow=settings.new_conversation_follow,
+            ),
         ),
         registry=registry,
     )

@@ -43,6 +43,11 @@ class RunningInstance(Protocol):
     def address(self) -> WorkerAddress:
         """Where it listens."""
 
+    def peer_dead(self, incarnation: Incarnation) -> None:
+        """Tell it that the process of another instance is gone: nothing of that can touch its pages
+        any more.
+        """
+
     async def ended(self) -> str:
         """Wait until the incarnation has ended or must be ended, and say why."""
 
@@ -80,6 +85,7 @@ class InstanceKeeper:
         self._clock_ms = clock_ms
         self._sleep = sleep
         self._live: dict[str, WorkerAddress] = {}
+        self._running: dict[str, RunningInstance] = {}
         self._all_up = asyncio.Event()
 
     @property
@@ -121,12 +127,16 @@ class InstanceKeeper:
             try:
                 state = state.came_up(self._clock_ms())
                 self._set(plan.name, running.address)
+                self._running[plan.name] = running
                 self._watcher.done(plan.name, _place(running.address))
                 reason = await running.ended()
                 # First of all nothing more is sent to it; then what is left of it is removed.
                 self._set(plan.name, None)
             finally:
+                self._running.pop(plan.name, None)
                 await running.stop()
+            for other in self._running.values():
+                other.peer_dead(running.address.incarnation)
             state = state.died(self._clock_ms())
             self._tell_restart(plan, f"{running.address.incarnation} ended: {reason}", state)
 

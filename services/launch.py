@@ -236,6 +236,10 @@ class RayInstance(RunningInstance):
         return self._address
 
     @override
+    def peer_dead(self, incarnation: Incarnation) -> None:
+        self._actor.peer_dead.remote(incarnation.model_dump_json())
+
+    @override
     async def ended(self) -> str:
         try:
             return str(await _result(self._actor.wait.remote()))
@@ -307,7 +311,7 @@ def _neutral_directory(parent: str | None) -> Iterator[None]:
     parent given.
     """
     before = os.getcwd()
-    empty = tempfile.mkdtemp(prefix="empty-", dir=parent)
+    empty = tempfile.mkdtemp(prefix="pageferry-empty-", dir=parent)
     os.chdir(empty)
     try:
         yield

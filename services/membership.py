@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from router.rules import LoadRule, NewConversationFollow
 from transfer.wire import Codec, Message
 from worker.config import WorkerAddress
 
@@ -33,6 +34,9 @@ class FrontEndSettings(Message):
     request_timeout_ms: int
     drain_timeout_ms: int
     log_level: str
+    load_rule: str = LoadRule.ESTIMATED.value
+    new_conversation_follow: str = NewConversationFollow.SPECIFIC.value
+    max_in_flight: int = 512
 
 
 class MembershipUpdate(Message):

@@ -264,6 +264,9 @@ class _Launch:
             request_timeout_ms=self._config.request_timeout_ms,
             drain_timeout_ms=self._config.drain_timeout_ms,
             log_level=self._config.log_level,
+            load_rule=self._config.load_rule.value,
+            new_conversation_follow=self._config.new_conversation_follow.value,
+            max_in_flight=self._config.max_in_flight,
         )
 
     async def _when_ready(

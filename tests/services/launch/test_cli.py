@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from services.cli import with_optional_counts
+from services.cli import serve, with_optional_counts
+from services.config import ServeConfig
 
 
 def pageferry(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -90,3 +92,9 @@ def test_parsing_imports_nothing_heavy() -> None:
 )
 def test_aggregated_needs_no_number(given: list[str], seen: list[str]) -> None:
     assert with_optional_counts(given) == seen
+
+
+def test_every_option_is_a_key_of_the_configuration_and_the_other_way_round() -> None:
+    options = set(inspect.signature(serve).parameters) - {"config"}
+    # The secret of the cluster is no option: other users of the machine can see command lines.
+    assert options == set(ServeConfig.model_fields) - {"cluster_token"}

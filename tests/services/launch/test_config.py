@@ -88,6 +88,7 @@ def test_an_unknown_key_like_no_other_lists_all(tmp_path: Path) -> None:
         ("kv_cache_bytes: lots\n", "kv_cache_bytes: expected a size such as 512MiB"),
         ("kv_cache_bytes: 512M\n", "'M' is none of"),
         ("device: tpu\n", "device: "),
+        ("load_rule: fastest\n", "load_rule: .*'round_robin', 'least_backlog' or 'estimated'"),
         ("model: ''\n", "model: expected a non-empty text"),
         ("port: 1\nport: 2\n", "repeated key port"),
         ("- port\n", "expected a mapping of keys to values, got a list"),

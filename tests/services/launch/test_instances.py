@@ -34,11 +34,17 @@ class FakeInstance(RunningInstance):
         self._log = log
         self.end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.stops = 0
+        self.dead_peers: list[Incarnation] = []
 
     @property
     @override
     def address(self) -> WorkerAddress:
         return self._address
+
+    @override
+    def peer_dead(self, incarnation: Incarnation) -> None:
+        assert f"stop {incarnation.instance}" in self._log
+        self.dead_peers.append(incarnation)
 
     @override
     async def ended(self) -> str:
@@ -156,7 +162,10 @@ async def test_a_death_restarts_just_that_instance_as_a_new_incarnation() -> Non
         assert second.address.incarnation.instance == "context-0"
         assert second.address.incarnation.nonce != first.address.incarnation.nonce
         assert len(rig.host.running["generation-0"]) == 1
-        assert rig.host.running["generation-0"][0].stops == 0
+        survivor = rig.host.running["generation-0"][0]
+        assert survivor.stops == 0
+        assert survivor.dead_peers == [first.address.incarnation]
+        assert second.dead_peers == []
         # Nothing more is sent to the dead one before anything else happens.
         assert rig.log == [
             "publish generation-0",
