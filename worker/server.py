@@ -89,6 +89,9 @@ class FrontEndServer(Output):
         self._connections[number] = connection
         try:
             await connection.serve(self._facts, self._cluster_token, self._engine_age_ms, self._put)
+        except asyncio.CancelledError:
+            # By close() alone. asyncio's streams would report it as an error of their own.
+            connection.abort()
         finally:
             del self._connections[number]
             self._tasks.discard(task)

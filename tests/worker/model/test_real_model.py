@@ -15,6 +15,7 @@ import transformers
 from tests.support.devices import usable
 from tests.worker.model.harness import PagedModel
 from worker.config import ElementType
+from worker.model.loader import load_model
 from worker.model.source import locate
 
 PROMPTS = (
@@ -30,12 +31,21 @@ def tokenizer(real_model: Path) -> Any:
     return transformers.AutoTokenizer.from_pretrained(**locate(real_model).arguments())
 
 
+def own_error(path: Path, tokens: list[int], exact: torch.Tensor) -> float:
+    """Largest difference of transformers' own bfloat16 forward from float32, on the GPU."""
+    module: Any = load_model(path, device="cuda", dtype="bfloat16").module
+    module.set_attn_implementation("sdpa")
+    with torch.inference_mode():
+        logits = module(torch.tensor([tokens], device="cuda"), use_cache=False).logits[0].cpu()
+    return float((logits[-len(exact) :].float() - exact).abs().max())
+
+
 @pytest.mark.parametrize(
-    ("device", "dtype", "tolerance"),
+    ("device", "dtype"),
     [
-        ("cpu", "float32", 2e-3),
-        pytest.param("cuda", "float32", 2e-3, marks=pytest.mark.gpu),
-        pytest.param("cuda", "bfloat16", 1.5, marks=pytest.mark.gpu),
+        ("cpu", "float32"),
+        pytest.param("cuda", "float32", marks=pytest.mark.gpu),
+        pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu),
     ],
 )
 def test_greedy_decoding_equals_the_reference(
@@ -44,9 +54,10 @@ def test_greedy_decoding_equals_the_reference(
     reference: Callable[[Path], Any],
     device: str,
     dtype: ElementType,
-    tolerance: float,
 ) -> None:
-    """Three prompts at once, chunks of 50 tokens, 12 decoded tokens; every logit is near."""
+    """Three prompts at once, chunks of 50 tokens, 12 decoded tokens: logits within 2e-3 in float32,
+    and in bfloat16 about as near as transformers' own bfloat16 forward.
+    """
     paged = PagedModel(
         real_model, tokens_per_block=16, slots=64, device=usable(device), dtype=dtype
     )
@@ -66,6 +77,11 @@ def test_greedy_decoding_equals_the_reference(
         with torch.inference_mode():
             logits = oracle(torch.tensor([paged.tokens[name]])).logits[0, len(prompt) - 1 :]
         found = torch.stack(rows[name])
-        print(f"{device} {dtype}: largest difference {(found - logits).abs().max():.1e}")
-        torch.testing.assert_close(found, logits, atol=tolerance, rtol=0)
+        largest = float((found - logits).abs().max())
+        if dtype == "float32":
+            assert largest <= 2e-3
+        else:
+            own = own_error(real_model, paged.tokens[name], logits)
+            print(f"{dtype}: largest difference {largest:.2f}, transformers' own {own:.2f}")
+            assert largest <= 1.5 * own
     assert tokenizer.decode(paged.tokens["p0"]).startswith("The capital of France is Paris")
