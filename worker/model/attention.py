@@ -65,17 +65,14 @@ class LayerPages:
         self.dtype = pages.dtype
         self.device = pages.device
         _, _, self.num_kv_heads, self.tokens_per_block, self.head_dim = pages.shape
-        by_token = pages.permute(1, 0, 3, 2, 4)
-        self.keys, self.values = by_token[0], by_token[1]
-        """``[num_slots, tokens_per_block, num_kv_heads, head_dim]``"""
+        self.by_token = pages.permute(0, 3, 1, 2, 4)
+        """``[num_slots, tokens_per_block, 2, num_kv_heads, head_dim]``"""
         self.by_head = pages.permute(1, 2, 0, 3, 4)
         """``[2, num_kv_heads, num_slots, tokens_per_block, head_dim]``"""
 
-    def write(self, step: GroupStep, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store the batch's new rows; ``key`` and ``value`` are ``[num_kv_heads, T, head_dim]``."""
-        index = (step.write_slots, step.write_offsets)
-        self.keys.index_put_(index, key.transpose(0, 1))
-        self.values.index_put_(index, value.transpose(0, 1))
+    def write(self, step: GroupStep, rows: torch.Tensor) -> None:
+        """Store the batch's new rows: keys and values ``[T, 2, num_kv_heads, head_dim]``."""
+        self.by_token.index_put_((step.write_slots, step.write_offsets), rows)
 
     def gather(self, slots: torch.Tensor, scratch: Scratch) -> torch.Tensor:
         """Copy of the pages of ``slots``: ``[2, num_kv_heads, len(slots), tokens_per_block,
@@ -106,6 +103,43 @@ class StepContext:
     scratch: Scratch
 
 
+def attend(
+    context: StepContext,
+    index: int,
+    query: torch.Tensor,
+    key_value: torch.Tensor,
+    scale: float,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Write the new rows of layer ``index`` and attend.
+
+    ``query`` is ``[T, heads, head_dim]``, ``key_value`` ``[T, 2, num_kv_heads, head_dim]``; both
+    may be strided. Returns ``[T, heads, head_dim]``, contiguous.
+
+    Raises:
+        AttentionInputError: device, dtype, layout or length of the arguments do not fit the pages.
+    """
+    layer = context.layers[index]
+    check_rows(layer, context.num_rows, query, key_value)
+    step = context.groups[layer.group]
+    scoring = Scoring(scale, softcap)
+    layer.write(step, key_value)
+    # [T, kv_heads, heads per kv head, head_dim]
+    queries = query.unflatten(1, (layer.num_kv_heads, -1))
+    output = torch.empty(queries.shape, dtype=query.dtype, device=query.device)
+    for bucket in step.decode:
+        gathered = layer.gather(bucket.slots, context.scratch)
+        output[bucket.rows] = _decode(bucket, queries[bucket.rows], gathered, scoring)
+    for span in step.prefill:
+        if span.slots is None:
+            seen: Pair = key_value[span.rows].permute(1, 2, 0, 3).unbind(0)
+        else:
+            gathered = layer.gather(span.slots, context.scratch).flatten(2, 3)
+            seen = gathered[:, :, span.first_key : span.end_key].unbind(0)
+        output[span.rows] = _prefill(span, queries[span.rows], seen, scoring)
+    return output.flatten(1, 2)
+
+
 def paged_attention(  # noqa: PLR0913  # transformers fixes the signature
     module: nn.Module,
     query: torch.Tensor,
@@ -122,71 +156,53 @@ def paged_attention(  # noqa: PLR0913  # transformers fixes the signature
     head_dim]`` out.
 
     Raises:
-        AttentionInputError: device, dtype, layout or length of the arguments do not fit the pages.
+        AttentionInputError: see :func:`attend`.
     """
     if attention_mask is not None:
         raise AttentionInputError("expected no attention mask: visibility follows from the step")
+    if key.shape != value.shape:
+        raise AttentionInputError(
+            f"expected key and value rows for the same tokens and heads, "
+            f"got {list(key.shape)} and {list(value.shape)}"
+        )
     index: int = module.layer_idx  # type: ignore[assignment]  # every attention module has one
-    layer = paged.layers[index]
-    check_rows(layer, paged.num_rows, query, key, value)
-    scoring = Scoring(layer.head_dim**-0.5 if scaling is None else scaling, softcap)
-    step = paged.groups[layer.group]
-    keys, values = key[0], value[0]
-    layer.write(step, keys, values)
-    num_heads, group = query.shape[1], query.shape[1] // layer.num_kv_heads
-    # [T, kv_heads, heads per kv head, head_dim]
-    queries = query[0].transpose(0, 1).unflatten(1, (layer.num_kv_heads, group))
-    output = query.new_empty((paged.num_rows, layer.num_kv_heads, group, layer.head_dim))
-    for bucket in step.decode:
-        gathered = layer.gather(bucket.slots, paged.scratch)
-        output[bucket.rows] = _decode(bucket, queries[bucket.rows], gathered, scoring)
-    for span in step.prefill:
-        if span.slots is None:
-            seen: Pair = (keys[:, span.rows], values[:, span.rows])
-        else:
-            gathered = layer.gather(span.slots, paged.scratch).flatten(2, 3)
-            seen = gathered[:, :, span.first_key : span.end_key].unbind(0)
-        output[span.rows] = _prefill(span, queries[span.rows], seen, scoring)
-    return output.view(1, paged.num_rows, num_heads, layer.head_dim), None
+    rows = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    found = attend(paged, index, query[0].transpose(0, 1), rows, scale, softcap)
+    return found.unsqueeze(0), None
 
 
 AttentionInterface.register(PAGED, paged_attention)
 
 
 def check_rows(
-    layer: LayerPages, num_rows: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    layer: LayerPages, num_rows: int, query: torch.Tensor, key_value: torch.Tensor
 ) -> None:
     """Raises:
-    AttentionInputError: see :func:`paged_attention`.
+    AttentionInputError: see :func:`attend`.
     """
-    expected = (1, layer.num_kv_heads, num_rows, layer.head_dim)
-    for name, rows in (("key", key), ("value", value)):
-        if rows.shape != expected:
-            raise AttentionInputError(
-                f"expected {name} rows for every token of the step, {list(expected)}, got "
-                f"{list(rows.shape)}"
-            )
+    expected = (num_rows, 2, layer.num_kv_heads, layer.head_dim)
+    if key_value.shape != expected:
+        raise AttentionInputError(
+            f"expected key and value rows for every token of the step, {list(expected)}, "
+            f"got {list(key_value.shape)}"
+        )
+    heads = query.shape[1]
+    if query.shape != (num_rows, heads, layer.head_dim) or heads % layer.num_kv_heads:
+        raise AttentionInputError(
+            f"expected query [{num_rows}, multiple of {layer.num_kv_heads}, {layer.head_dim}], "
+            f"got {list(query.shape)}"
+        )
+    for name, rows in (("query", query), ("key and value", key_value)):
         if rows.dtype != layer.dtype or rows.device != layer.device:
             raise AttentionInputError(
                 f"expected {name} in {layer.dtype} on {layer.device} as the pages are, "
                 f"got {rows.dtype} on {rows.device}"
             )
-    heads = query.shape[1]
-    if query.shape != (1, heads, num_rows, layer.head_dim) or heads % layer.num_kv_heads:
-        raise AttentionInputError(
-            f"expected query [1, multiple of {layer.num_kv_heads}, {num_rows}, {layer.head_dim}], "
-            f"got {list(query.shape)}"
-        )
-    if query.dtype != layer.dtype or query.device != layer.device:
-        raise AttentionInputError(
-            f"expected query in {layer.dtype} on {layer.device}, got {query.dtype} on "
-            f"{query.device}"
-        )
-    if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
-        raise AttentionInputError(
-            f"expected contiguous head vectors, got strides {query.stride()}, {key.stride()}, "
-            f"{value.stride()}"
-        )
+        if rows.stride(-1) != 1:
+            raise AttentionInputError(
+                f"expected contiguous {name} vectors, got strides {rows.stride()}"
+            )
 
 
 def _decode(

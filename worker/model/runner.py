@@ -19,6 +19,7 @@ from kvcache_core.storage import TorchStorage
 from worker.model.attention import LayerPages, Scratch, StepContext
 from worker.model.errors import AttentionInputError
 from worker.model.loader import LoadedModel
+from worker.model.networks import Network, network_of
 from worker.model.step import GroupGeometry, SequenceSlice, check_batch, order, plan_group
 
 __all__ = ["ModelRunner", "SequenceSlice"]
@@ -32,7 +33,14 @@ class ModelRunner:
             dtype.
     """
 
-    def __init__(self, loaded: LoadedModel, plan: LayoutPlan, storage: TorchStorage) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        plan: LayoutPlan,
+        storage: TorchStorage,
+        network: Network | None = None,
+    ) -> None:
+        """Without a ``network`` the family's fastest one is made, which takes the weights over."""
         self._loaded = loaded
         self._plan = plan
         self._storage = storage
@@ -47,6 +55,7 @@ class ModelRunner:
         self._geometries = tuple(
             self._geometry(group.id, group.layer_ids[0]) for group in plan.layer_groups
         )
+        self._network = network_of(loaded) if network is None else network
         self._scratch = Scratch(torch.empty(0, dtype=loaded.dtype, device=loaded.device))
 
     def _geometry(self, group: int, layer_id: int) -> GroupGeometry:
@@ -85,18 +94,13 @@ class ModelRunner:
         tokens = np.concatenate([piece.tokens for piece in pieces])
         positions = np.concatenate([np.arange(piece.start, piece.end) for piece in pieces])
         context = StepContext(self._layers, groups, len(tokens), self._scratch)
-        arguments = {
-            "input_ids": torch.from_numpy(tokens.astype(np.int64)).to(device)[None],
-            "position_ids": torch.from_numpy(positions).to(device)[None],
-            "use_cache": False,
-            "paged": context,
-        }
-        rows = self._logit_rows(batch, flat, pieces)
-        if not len(rows):
-            self._loaded.module.base_model(**arguments)
-            return torch.empty((0, self._loaded.vocab_size), device=device)
-        kept = torch.from_numpy(rows).to(device)
-        return self._loaded.module(logits_to_keep=kept, **arguments).logits[0].float()
+        rows = torch.from_numpy(self._logit_rows(batch, flat, pieces)).to(device)
+        return self._network(
+            torch.from_numpy(tokens.astype(np.int64)).to(device),
+            torch.from_numpy(positions).to(device),
+            context,
+            rows,
+        )
 
     @staticmethod
     def _logit_rows(

@@ -28,7 +28,7 @@ from worker.model.errors import AttentionInputError
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 
-BUCKET_BYTES: Final = 4 << 20
+BUCKET_BYTES: Final = 2 << 20
 """Gathered keys and values of one decode bucket: about what stays in the cache of one core until it
 is read again.
 """

@@ -1,0 +1,82 @@
+"""One forward of the network, two ways: through transformers' module, or through fused layers.
+
+Both take the flat batch and give float32 logits of the rows asked for. The plain way serves every
+family transformers knows and is what the fused one is checked against.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from typing_extensions import override
+
+from worker.model.attention import StepContext
+from worker.model.fused import FUSED_FAMILIES, FusedDecoder
+from worker.model.loader import LoadedModel
+from worker.model.products import head
+
+
+class Network(Protocol):
+    """Token ids and positions ``[T]`` in, logits ``[len(rows), vocab]`` out."""
+
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        context: StepContext,
+        rows: torch.Tensor,
+    ) -> torch.Tensor: ...
+
+
+def network_of(loaded: LoadedModel) -> Network:
+    """The faster way that this model's family has."""
+    if loaded.facts.family in FUSED_FAMILIES:
+        return FusedModel(loaded)
+    return PlainModel(loaded)
+
+
+class PlainModel(Network):
+    """transformers' own forward with our attention."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._module = loaded.module
+        self._vocab_size = loaded.vocab_size
+
+    @override
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        context: StepContext,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        arguments = {
+            "input_ids": tokens.unsqueeze(0),
+            "position_ids": positions.unsqueeze(0),
+            "use_cache": False,
+            "paged": context,
+        }
+        if not len(rows):
+            self._module.base_model(**arguments)
+            return torch.empty((0, self._vocab_size), device=tokens.device)
+        return self._module(logits_to_keep=rows, **arguments).logits[0].float()
+
+
+class FusedModel(Network):
+    """Fused layers, which take the module's weights over."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._decoder = FusedDecoder(loaded.module, loaded.facts)
+        self._head = head(loaded.module.get_output_embeddings())
+
+    @override
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        context: StepContext,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        hidden = self._decoder(tokens, positions, context)
+        return self._head(self._decoder.normalised(hidden.index_select(0, rows))).float()
