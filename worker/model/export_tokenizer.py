@@ -53,10 +53,7 @@ def export_tokenizer(model: Path, directory: Path) -> None:
                 config = configuration(source.gguf, source.path)
             else:
                 config = transformers.AutoConfig.from_pretrained(**source.arguments())
-            # With a config at hand, transformers does not parse a GGUF vocabulary for one (5 s).
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                **source.arguments(), config=config
-            )
+            tokenizer = transformers.AutoTokenizer.from_pretrained(**source.arguments())
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError) as error:
         raise ModelLoadError(f"{model}: its tokenizer could not be loaded: {error}") from error
     if not tokenizer.is_fast:
