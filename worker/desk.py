@@ -7,6 +7,7 @@ returns when their last access has ended.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,6 +23,8 @@ from worker.messages import FinishReason, LegEnded, LegStarted, TokenLogprob, To
 from worker.outbox import Outbox
 from worker.ports import CacheManager, CacheSequence, Clock, Draw, Transfers
 from worker.requests import LegRecord, LegState, Sequence, SequenceState, TokenList
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +166,14 @@ class Desk:
         if session and ending.outcome != "succeeded":
             self.transfers.cancel(leg.request_id, ending.message)
         self.legs.remove(leg, self.clock.now_ms())
+        if ending.outcome == "failed":
+            logger.warning(
+                "%s leg of %s failed: %s, %s",
+                leg.kind,
+                leg.request_id,
+                ending.code,
+                ending.message,
+            )
         self.outbox.ended(
             leg.front_end,
             LegEnded(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from worker.desk import Desk
@@ -14,14 +15,17 @@ _WAITING: Final = frozenset(
 
 
 def read_gauges(desk: Desk, trouble: str) -> WorkerGauges:
-    """The state of the worker now. ``trouble`` is empty while it is ready."""
+    """The state of the worker now. ``trouble`` is empty while it is ready.
+
+    Peers that were refused do not make it unready, but the reason tells of them.
+    """
     states = [sequence.state for sequence in desk.sequences.values()]
     waiting = sum(leg.state in _WAITING for leg in desk.legs)
     counters = desk.counters
     blocks = desk.manager.block_counts()
     return WorkerGauges(
         ready=not trouble,
-        reason=trouble,
+        reason=trouble or _refusals(desk.transfers.refusals),
         total_blocks=blocks.total,
         free_blocks=blocks.available,
         cached_blocks=blocks.cached,
@@ -38,3 +42,7 @@ def read_gauges(desk: Desk, trouble: str) -> WorkerGauges:
         preemptions_total=counters.preemptions,
         steps_total=counters.steps,
     )
+
+
+def _refusals(refusals: Mapping[str, tuple[str, ...]]) -> str:
+    return "; ".join(f"refused {peer}: {', '.join(why)}" for peer, why in refusals.items())

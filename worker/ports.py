@@ -8,7 +8,7 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -125,6 +125,10 @@ class Transfers(Protocol):
     def no_decode(self, request_id: str) -> None: ...
 
     def cancel(self, request_id: str, reason: str) -> None: ...
+
+    @property
+    def refusals(self) -> Mapping[str, tuple[str, ...]]:
+        """Peers that do not fit this worker, with every reason."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -239,6 +239,12 @@ class SimTransfers(Transfers):
         self._known: dict[str, _End] = {}
         self._by_request: dict[str, str] = {}
         self._views = views_of_groups(network.plan)
+        self.refused: dict[str, tuple[str, ...]] = {}
+
+    @property
+    @override
+    def refusals(self) -> dict[str, tuple[str, ...]]:
+        return self.refused
 
     def rank_info(self) -> RankInfo:
         """What the peer is told."""

@@ -130,6 +130,16 @@ def test_a_welcomed_front_end_is_told_how_the_worker_is() -> None:
     assert worker.gauges_seen[-1].ready
 
 
+def test_a_refused_peer_shows_and_leaves_the_worker_ready() -> None:
+    world = SimWorld()
+    worker = world.worker("w")
+    worker.transfers.refused["g@1"] = ("kv_dtype: ours float32, theirs bfloat16",)
+    world.drain()
+    assert worker.gauges is not None
+    assert worker.gauges.ready
+    assert worker.gauges.reason == "refused g@1: kv_dtype: ours float32, theirs bfloat16"
+
+
 def test_the_engine_sleeps_until_it_is_needed_and_stops_when_told() -> None:
     world = SimWorld()
     worker = world.worker("w")
