@@ -1,9 +1,9 @@
 """Workers that share one GPU, behind a front end process and without Ray: pages go from device
 memory to device memory over CUDA IPC, and answers equal the oracle. Budget: 240 s.
 
-The oracle is transformers' float32 forward, on the GPU too (the runner's tests hold that one equal
-to the CPU's). In bfloat16 near-ties flip, with or without a transfer: the bound is the design's
-0.1 logit, and the spread of an aggregated worker is measured beside it.
+The oracle is transformers' float32 forward, on the GPU too (the runner's tests hold ours on the GPU
+equal to the CPU's). In bfloat16 it has the same rounded weights; near-ties flip with or without a
+transfer, so what is allowed there is measured first, on an aggregated worker.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ BLOCK = 64
 AT_ONCE = 8
 KV_CACHE_BYTES = 4 << 30
 BOUND = {"float32": 1e-3, "bfloat16": 0.1}
+SPREAD = 1.5
+"""In bfloat16, how much more than the aggregated worker's worst gap is allowed."""
+EXACT_SHARE = 0.02
+"""And how much smaller the share of exact positions may be."""
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 LAYERS, KV_HEADS, HEAD_DIM = 30, 3, 64
 """Of SmolLM2-135M."""
@@ -55,6 +59,7 @@ class Running:
     dtype: str
     reference: ReferenceModel
     corpus: list[int]
+    bound: float
 
     @property
     def block_bytes(self) -> int:
@@ -65,7 +70,7 @@ class Running:
         self, prompt: Sequence[int], output: Sequence[int], params: SamplingParams, choice: int = 0
     ) -> OracleReport:
         return check_equal(
-            self.reference, prompt, output, params, choice=choice, tolerance=BOUND[self.dtype]
+            self.reference, prompt, output, params, choice=choice, tolerance=self.bound
         )
 
 
@@ -86,9 +91,18 @@ def corpus(smollm2: Path) -> list[int]:
     return ids
 
 
-@pytest.fixture(scope="module")
-def reference(smollm2: Path) -> ReferenceModel:
-    return ReferenceModel(smollm2, usable("cuda"))
+@dataclass(frozen=True)
+class Spread:
+    """How far from the oracle a set of answers is."""
+
+    positions: int
+    exact: int
+    worst: float
+    reports: list[OracleReport]
+
+    @property
+    def share(self) -> float:
+        return self.exact / self.positions
 
 
 def start(cluster: DirectCluster, dtype: str, **roles: WorkerRole) -> None:
@@ -114,15 +128,19 @@ def running(
     smollm2: Path,
     tokenizer: Path,
     corpus: list[int],
-    reference: ReferenceModel,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Running]:
+    reference = ReferenceModel(smollm2, usable("cuda"), request.param)
+    bound = BOUND[request.param]
+    if request.param == "bfloat16":
+        aggregated: Spread = request.getfixturevalue("aggregated")
+        bound = max(bound, SPREAD * aggregated.worst)
     logs = tmp_path_factory.mktemp(f"logs-{request.param}")
     with direct_cluster(smollm2, tokenizer, logs) as cluster:
         try:
             start(cluster, request.param, context="context", generation="generation")
             client = cluster.start_front_end()
-            yield Running(cluster, client, request.param, reference, corpus)
+            yield Running(cluster, client, request.param, reference, corpus, bound)
             stop_and_read(cluster)
         finally:
             for log in sorted(logs.iterdir()):
@@ -139,7 +157,24 @@ def stop_and_read(cluster: DirectCluster) -> None:
             print(f"{instance}: {line}")
 
 
-def spread(running: Running, answers: Sequence[Answer], what: str) -> list[OracleReport]:
+@pytest.fixture(scope="module")
+def aggregated(smollm2: Path, tokenizer: Path, corpus: list[int]) -> Spread:
+    """What bfloat16 alone costs, without any transfer."""
+    reference = ReferenceModel(smollm2, usable("cuda"), "bfloat16")
+    with direct_cluster(smollm2, tokenizer) as cluster:
+        cluster.start_worker(
+            "aggregated",
+            "aggregated",
+            device="cuda",
+            dtype="bfloat16",
+            kv_cache_bytes=KV_CACHE_BYTES,
+        )
+        client = cluster.start_front_end()
+        running = Running(cluster, client, "bfloat16", reference, corpus, BOUND["bfloat16"])
+        return spread(running, [a for pair in all_cases(running) for a in pair], "aggregated")
+
+
+def spread(running: Running, answers: Sequence[Answer], what: str) -> Spread:
     """Judge every distinct answer and print how far from the oracle they are."""
     distinct = {
         (answer.prompt, output, answer.params.temperature, choice): answer
@@ -155,9 +190,9 @@ def spread(running: Running, answers: Sequence[Answer], what: str) -> list[Oracl
     worst = max(report.worst_gap for report in reports)
     print(
         f"{running.dtype}, {what}: {exact} of {positions} positions exact, worst gap {worst:.2e} "
-        f"logits (bound {BOUND[running.dtype]:.0e})"
+        f"logits (bound {running.bound:.0e})"
     )
-    return reports
+    return Spread(positions, exact, worst, reports)
 
 
 def all_cases(running: Running) -> list[tuple[Answer, Answer]]:
@@ -170,16 +205,20 @@ def all_cases(running: Running) -> list[tuple[Answer, Answer]]:
     return list(zip(cold, warm, strict=True))
 
 
-def test_fifty_prompts_cold_and_warm(running: Running) -> None:
+def test_fifty_prompts_cold_and_warm(running: Running, request: pytest.FixtureRequest) -> None:
     answers = all_cases(running)
     for cold, warm in answers:
         assert cold.cached_tokens == 0
         assert warm.cached_tokens >= (len(warm.prompt) - 1) // BLOCK * BLOCK
-    reports = spread(running, [answer for pair in answers for answer in pair], "disaggregated")
-    assert all(not report.problems for report in reports)
-    assert max(report.worst_gap for report in reports) <= BOUND[running.dtype]
+    found = spread(running, [answer for pair in answers for answer in pair], "disaggregated")
+    assert all(not report.problems for report in found.reports)
+    assert found.worst <= running.bound
     if running.dtype == "float32":
-        assert all(report.ok for report in reports)
+        assert all(report.ok for report in found.reports)
+        assert found.share >= 0.99
+    else:
+        aggregated: Spread = request.getfixturevalue("aggregated")
+        assert found.share >= aggregated.share - EXACT_SHARE
     assert running.client.total("pageferry_repairs") == 0
     assert running.client.total("pageferry_token_conflicts") == 0
 
@@ -225,8 +264,9 @@ def judge_whole(running: Running, number: int, body: dict[str, Any], got: Stream
     assert len(output) == OUTPUT_TOKENS
     params = SamplingParams(temperature=body["temperature"], seed=body["seed"])
     report = running.judge(body["prompt"], output, params)
+    print(f"request {number}: {report.exact} of {report.positions}, {report.worst_gap:.2e}")
     assert not report.problems
-    assert report.worst_gap <= BOUND[running.dtype], f"request {number}: {report}"
+    assert report.worst_gap <= running.bound, f"request {number}: {report}"
 
 
 def test_half_of_forty_clients_leave(running: Running) -> None:
@@ -299,20 +339,3 @@ def test_the_context_worker_is_killed_under_load(running: Running) -> None:
     assert client.total("pageferry_transferred_bytes") > sent
     left = client.by_instance("pageferry_worker_quarantined_blocks")["generation"]
     assert client.free_blocks()["generation"] + left == free_before
-
-
-def test_spread_of_an_aggregated_worker(
-    smollm2: Path, tokenizer: Path, corpus: list[int], reference: ReferenceModel
-) -> None:
-    """What bfloat16 alone costs, without any transfer: the measure for the bound above."""
-    with direct_cluster(smollm2, tokenizer) as cluster:
-        cluster.start_worker(
-            "aggregated",
-            "aggregated",
-            device="cuda",
-            dtype="bfloat16",
-            kv_cache_bytes=KV_CACHE_BYTES,
-        )
-        running = Running(cluster, cluster.start_front_end(), "bfloat16", reference, corpus)
-        answers = [answer for pair in all_cases(running) for answer in pair]
-        spread(running, answers, "aggregated")

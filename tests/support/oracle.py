@@ -24,6 +24,7 @@ import torch
 from typing_extensions import override
 
 from tests.support import naive_sampling as naive
+from worker.config import ElementType
 from worker.messages import SamplingParams, TokenLogprob
 from worker.model.loader import load_model
 
@@ -33,13 +34,14 @@ POSITIONS_PER_DIFFERENCE: Final = 100
 LOGPROB_TOLERANCE: Final = 2e-3
 
 
-def load_reference(path: Path | str, device: str = "cpu") -> Any:
-    """transformers' own float32 model with its own attention.
+def load_reference(path: Path | str, device: str = "cpu", weights: ElementType = "float32") -> Any:
+    """transformers' own model with its own attention, computing in float32 with weights rounded to
+    ``weights``.
 
     Weights of a GGUF file come through our reader, which a test holds equal to transformers' (that
     takes ten times as long).
     """
-    module = load_model(path, device=device, dtype="float32").module
+    module = load_model(path, device=device, dtype=weights).module.float()
     module.set_attn_implementation("sdpa")
     return module
 
@@ -47,9 +49,11 @@ def load_reference(path: Path | str, device: str = "cpu") -> Any:
 class ReferenceModel:
     """transformers' float32 model with its own attention, and the last sequence's logits."""
 
-    def __init__(self, path: Path | str, device: str = "cpu") -> None:
+    def __init__(
+        self, path: Path | str, device: str = "cpu", weights: ElementType = "float32"
+    ) -> None:
         self._device = device
-        self._module: Any = load_reference(path, device)
+        self._module: Any = load_reference(path, device, weights)
         self._last: tuple[tuple[int, ...], npt.NDArray[np.float32]] | None = None
 
     def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
