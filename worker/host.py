@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import gc
 import logging
 import os
@@ -238,6 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments).config_json
     text = sys.stdin.read() if given == "-" else given
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    faulthandler.enable()
     process = WorkerProcess(
         WorkerConfig.model_validate_json(text), lambda line: print(line, file=sys.stderr)
     )

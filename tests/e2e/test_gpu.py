@@ -151,7 +151,13 @@ def stop_and_read(cluster: DirectCluster) -> None:
     """End the workers in order, so that they say what they moved."""
     for instance, worker in cluster.workers.items():
         worker.process.send_signal(signal.SIGTERM)
-        assert worker.process.wait(30) == 0, instance
+        try:
+            assert worker.process.wait(30) == 0, instance
+        except subprocess.TimeoutExpired:
+            # Its log then says where every thread is.
+            worker.process.send_signal(signal.SIGABRT)
+            worker.process.wait(30)
+            raise
         text = cluster.log_of(instance).read_text()
         for line in re.findall(r"pages of .* travel over .*|moved .* while pages moved", text):
             print(f"{instance}: {line}")
