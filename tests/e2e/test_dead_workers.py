@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.ucx]
 
 OUTPUT_TOKENS = 24
 RESTART_S = 60.0
+CHUNK_TOKENS = 512
 KILL_AFTER_S = 2.5
 """By then some of twenty requests decode, some are prefilled and some wait."""
 
@@ -102,14 +103,19 @@ def test_a_lost_transfer_is_repaired_and_counted(
     and the context worker dies.
     """
     client.wait_ready(RESTART_S)
+    client.wait_quiet()
     repairs = client.total("pageferry_repairs")
+    computed = client.by_instance("pageferry_worker_prefill_tokens")["context-0"]
     context, generation = service.pid("context-0"), service.pid("generation-0")
-    body = request_of(101, 1200)
+    # One whole chunk and a short one: the pause falls between them, and is shorter than the
+    # silence after which the workers give each other up.
+    body = request_of(101, CHUNK_TOKENS + 100)
     paused = threading.Event()
 
     def pause() -> None:
-        # The prompt takes several chunks: it was announced and its pages are being sent.
-        time.sleep(1.0)
+        watcher = Client(client.url)
+        while watcher.by_instance("pageferry_worker_prefill_tokens")["context-0"] == computed:
+            time.sleep(0.02)
         os.kill(generation, signal.SIGSTOP)
         paused.set()
 

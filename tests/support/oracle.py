@@ -46,6 +46,9 @@ def load_reference(path: Path | str, device: str = "cpu", weights: ElementType =
     return module
 
 
+_Key = tuple[tuple[int, ...], tuple[int, ...]]
+
+
 class ReferenceModel:
     """transformers' float32 model with its own attention, and the last sequence's logits."""
 
@@ -54,15 +57,19 @@ class ReferenceModel:
     ) -> None:
         self._device = device
         self._module: Any = load_reference(path, device, weights)
-        self._last: tuple[tuple[int, ...], npt.NDArray[np.float32]] | None = None
+        self._last: tuple[_Key, npt.NDArray[np.float32]] | None = None
 
-    def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-        """``[len(tokens), vocab]`` of one forward over the whole sequence."""
-        key = tuple(int(token) for token in tokens)
+    def logits(self, prompt: Sequence[int], output: Sequence[int]) -> npt.NDArray[np.float32]:
+        """``[len(output) + 1, vocab]`` of one forward over the whole sequence: row i is what output
+        i is drawn from, the last row what would come next.
+        """
+        key = (tuple(int(token) for token in prompt), tuple(int(token) for token in output))
         if self._last is None or self._last[0] != key:
             with torch.inference_mode():
-                ids = torch.tensor([key], device=self._device)
-                found = self._module(input_ids=ids, use_cache=False).logits[0]
+                ids = torch.tensor([[*key[0], *key[1]]], device=self._device)
+                found = self._module(
+                    input_ids=ids, use_cache=False, logits_to_keep=len(output) + 1
+                ).logits[0]
             self._last = (key, found.float().cpu().numpy())
         return self._last[1]
 
@@ -73,7 +80,7 @@ class ReferenceModel:
         output: list[int] = []
         for index in range(length):
             row = _row(params, choice, index, prompt, output, ())
-            scores = self.logits([*prompt, *output])[-1].astype(np.float64)
+            scores = self.logits(prompt, output)[-1].astype(np.float64)
             output.append(naive.draw(scores, row))
         return output
 
@@ -152,7 +159,7 @@ def check_equal(
         return OracleReport(
             0, (), tolerance, (f"nothing to judge: {len(prompt)} + {len(output)} tokens",)
         )
-    logits = model.logits([*prompt, *output])[len(prompt) - 1 : -1].astype(np.float64)
+    logits = model.logits(prompt, output)[:-1].astype(np.float64)
     problems = [] if np.isfinite(logits).all() else ["the reference's logits are not finite"]
     minimum, stops = banned_until
     differences = []
@@ -200,8 +207,7 @@ def check_logprobs(
     """
     if len(logprobs) != len(output):
         return [f"expected {len(output)} log-probabilities, got {len(logprobs)}"]
-    tokens = [*(int(t) for t in prompt), *(int(t) for t in output)]
-    rows = torch.from_numpy(model.logits(tokens)[len(prompt) - 1 : -1].copy())
+    rows = torch.from_numpy(model.logits(prompt, output)[:-1].copy())
     expected = torch.log_softmax(rows.double(), dim=1).numpy()
     wrong: list[str] = []
     for index, (token, entry) in enumerate(zip(output, logprobs, strict=True)):
