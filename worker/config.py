@@ -48,7 +48,11 @@ class WorkerConfig(BaseModel):
     transfer_timeout_ms: int = Field(default=60_000, gt=0)
     """Floor of a transfer's deadline; bytes are added on top."""
     quarantine_limit_blocks: int = Field(default=64, ge=0)
-    """Above this many quarantined blocks the worker reports itself not ready, to be replaced."""
+    """Above this many quarantined blocks the worker reports itself not ready."""
+    quarantine_grace_ms: int = Field(default=15_000, ge=0)
+    """Above the limit for this long it ends, to be replaced. Until then whoever started a dead
+    peer may say that it is dead, which ends the doubt.
+    """
     require_transport: str | None = None
     """Name of a transport (such as shm or cuda_ipc) without which the worker refuses to start."""
 

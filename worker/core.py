@@ -119,6 +119,7 @@ def make_engine(
             max_batch_tokens=config.max_batch_tokens,
             max_running=config.max_running,
             quarantine_limit_blocks=config.quarantine_limit_blocks,
+            quarantine_grace_ms=config.quarantine_grace_ms,
         ),
     )
 

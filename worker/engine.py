@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Values
 from dataclasses import dataclass
 
-from transfer.agent_events import AgentEvent
 from worker.admission import Bounds
 from worker.context import ContextRole
 from worker.counters import Heartbeat
@@ -55,6 +54,7 @@ class EngineLimits:
     max_batch_tokens: int
     max_running: int
     quarantine_limit_blocks: int
+    quarantine_grace_ms: int
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -98,6 +98,7 @@ class Engine:
         )
         self._roles = {"context": context, "generation": generation}
         self._stopped: str | None = None
+        self._doubtful_since_ms: int | None = None
         self._gauges: WorkerGauges | None = None
         self._gauges_at_ms = 0
         self.heartbeat = Heartbeat()
@@ -127,6 +128,7 @@ class Engine:
         for item in items:
             self._receive(item)
         self._intake.expire()
+        self._watch_quarantine()
         if self._stopped is not None:
             self._fail_everything(self._stopped)
         progress = self._stopped is None and self._advance()
@@ -136,7 +138,10 @@ class Engine:
 
     def next_timer_ms(self) -> int | None:
         """When the engine has something to do even if no message comes."""
-        return self._intake.next_expiry_ms()
+        timers = [self._intake.next_expiry_ms()]
+        if self._doubtful_since_ms is not None:
+            timers.append(self._doubtful_since_ms + self._limits.quarantine_grace_ms)
+        return min((timer for timer in timers if timer is not None), default=None)
 
     def _fail_everything(self, reason: str) -> None:
         """The worker ends: every leg does, so that its request can be repaired elsewhere."""
@@ -196,22 +201,29 @@ class Engine:
             case Shutdown():
                 self._stopped = self._stopped or item.reason
             case _:
-                self._agent_event(item)
+                self._intake.agent_event(item)
 
-    def _agent_event(self, event: AgentEvent) -> None:
-        self._intake.agent_event(event)
-        quarantined = self._desk.leases.quarantined_blocks
-        if quarantined > self._limits.quarantine_limit_blocks:
-            self._stopped = self._stopped or (
-                f"{quarantined} blocks are in quarantine, "
-                f"the limit is {self._limits.quarantine_limit_blocks}"
-            )
+    def _watch_quarantine(self) -> None:
+        """Above the limit the worker is not ready; when that lasts, it ends."""
+        if not self._doubt():
+            self._doubtful_since_ms = None
+            return
+        now_ms = self._parts.clock.now_ms()
+        if self._doubtful_since_ms is None:
+            self._doubtful_since_ms = now_ms
+        if now_ms - self._doubtful_since_ms >= self._limits.quarantine_grace_ms:
+            self._stopped = self._stopped or self._doubt()
+
+    def _doubt(self) -> str:
+        """What is wrong with the quarantine; empty while it is within its limit."""
+        blocks, limit = self._desk.leases.quarantined_blocks, self._limits.quarantine_limit_blocks
+        return f"{blocks} blocks are in quarantine, the limit is {limit}" if blocks > limit else ""
 
     def _tell_gauges(self, *, now: bool) -> None:
         now_ms = self._parts.clock.now_ms()
         if not now and self._gauges is not None and now_ms - self._gauges_at_ms < GAUGES_EVERY_MS:
             return
-        gauges = read_gauges(self._desk, self._stopped or "")
+        gauges = read_gauges(self._desk, self._stopped or self._doubt())
         self._gauges_at_ms = now_ms
         if gauges != self._gauges:
             self._gauges = gauges

@@ -73,6 +73,7 @@ class WorkerShape:
     max_sequence_tokens: int = 128
     replicas: int = 0
     quarantine_limit_blocks: int = 1000
+    quarantine_grace_ms: int = 1000
 
 
 @dataclass
@@ -141,6 +142,7 @@ class SimWorker(Output):
                 max_batch_tokens=shape.max_batch_tokens,
                 max_running=shape.max_running,
                 quarantine_limit_blocks=shape.quarantine_limit_blocks,
+                quarantine_grace_ms=shape.quarantine_grace_ms,
             ),
         )
 

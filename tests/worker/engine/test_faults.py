@@ -22,11 +22,12 @@ from worker.messages import Cancel
 PROMPT = list(range(60))
 
 
-def moving_pair(limit: int = 1000) -> SimWorld:
+def moving_pair(limit: int = 1000, grace_ms: int = 1000) -> SimWorld:
     """A world in which pages are under way from a context to a generation worker."""
     world = SimWorld(3)
     context = world.worker("context", WorkerShape(max_batch_tokens=8))
-    generation = world.worker("generation", WorkerShape(quarantine_limit_blocks=limit))
+    shape = WorkerShape(quarantine_limit_blocks=limit, quarantine_grace_ms=grace_ms)
+    generation = world.worker("generation", shape)
     world.network.max_delay_ms = 300
     world.send(context, prefill("r", PROMPT, generation.incarnation))
     world.send(generation, generate("r", PROMPT, source=context.address))
@@ -58,12 +59,30 @@ def test_pages_in_doubt_stay_out_of_use_until_the_peer_is_known_dead() -> None:
     assert generation.gauges.quarantined_blocks == 0
 
 
-def test_too_many_pages_in_doubt_end_the_worker() -> None:
+def test_too_many_pages_in_doubt_make_the_worker_unready_until_the_doubt_is_over() -> None:
     world = moving_pair(limit=1)
+    context, generation = world.workers
+    world.network.cut(context, generation)
+    world.run_until(lambda: generation.gauges is not None and not generation.gauges.ready)
+    assert generation.gauges is not None
+    assert "quarantine" in generation.gauges.reason
+    assert generation.engine.stopped is None
+    world.network.certify(context)
+    world.drain()
+    assert generation.gauges.ready
+    assert generation.engine.stopped is None
+
+
+def test_too_many_pages_in_doubt_for_too_long_end_the_worker() -> None:
+    world = moving_pair(limit=1, grace_ms=20)
     context, generation = world.workers
     world.send(generation, generate("other", [1, 2, 3], max_tokens=100))
     world.network.cut(context, generation)
+    world.run_until(lambda: generation.gauges is not None and not generation.gauges.ready)
+    unready_at_ms = world.clock.now_ms()
     world.run_until(lambda: generation.engine.stopped)
+    waited_ms = world.clock.now_ms() - unready_at_ms
+    assert abs(waited_ms - generation.shape.quarantine_grace_ms) <= 100
     assert "quarantine" in (generation.engine.stopped or "")
     ended = world.ended(generation, "generation", "other")
     assert (ended.outcome, ended.code, ended.retryable) == ("failed", "worker_failed", True)
