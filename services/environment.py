@@ -37,6 +37,8 @@ RAY_VARIABLES: Final = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_COLOR_PREFIX": "0",
+    # Workers serve; Ray would run them at niceness 15, behind every other process.
+    "RAY_worker_niceness": "0",
     # CUDA_VISIBLE_DEVICES of workers without a GPU is our business.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
