@@ -189,7 +189,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument(
-        "--threads", type=int, default=2, help="torch threads of every process that computes"
+        "--threads", type=int, default=1, help="torch threads of every process that computes"
     )
     parser.add_argument("--out")
     arguments = parser.parse_args()
