@@ -48,11 +48,13 @@ def test_the_official_client_streams_a_sensible_answer(service: LaunchedService)
 def test_pages_travelled_and_the_generation_worker_prefilled_nothing(
     service: LaunchedService, client: Client
 ) -> None:
-    before = client.by_instance("pageferry_transferred_bytes")["generation-0"]
+    client.wait_quiet()
+    sent = client.by_instance("pageferry_transferred_bytes")["generation-0"]
+    computed = client.by_instance("pageferry_worker_prefill_tokens")["generation-0"]
     client.chat([{"role": "user", "content": f"Tell me about {time.time_ns()}."}], max_tokens=4)
-    after = client.by_instance("pageferry_transferred_bytes")["generation-0"]
-    assert after > before
-    assert client.by_instance("pageferry_worker_prefill_tokens")["generation-0"] == 0
+    client.wait_quiet()
+    assert client.by_instance("pageferry_transferred_bytes")["generation-0"] > sent
+    assert client.by_instance("pageferry_worker_prefill_tokens")["generation-0"] == computed
 
 
 def test_a_front_end_that_has_served_a_chat_holds_nothing_heavy(
