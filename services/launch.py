@@ -100,7 +100,8 @@ class RayHost(InstanceHost):
             ray.shutdown()
             if session is not None:
                 session.close(keep_logs=False)
-            if not isinstance(error, ConnectionError | RuntimeError | OSError | ValueError):
+            # Ray raises the bare Exception when its own processes are not up in time.
+            if not isinstance(error, Exception):
                 raise
             if settings.address is None:
                 raise StartError(f"Ray cannot be started on this machine: {error}") from error
