@@ -37,11 +37,11 @@ WORKER_TOTALS: Final[dict[str, tuple[str, Callable[[WorkerGauges], int]]]] = {
         lambda gauges: gauges.cached_tokens_total,
     ),
     "pageferry_transferred_bytes": (
-        "Bytes of KV pages that workers received",
+        "Bytes of KV pages that workers sent (context) or received (generation)",
         lambda gauges: gauges.transferred_bytes_total,
     ),
     "pageferry_transferred_blocks": (
-        "Blocks of KV pages that workers received",
+        "Blocks of KV pages that workers sent (context) or received (generation)",
         lambda gauges: gauges.transferred_blocks_total,
     ),
     "pageferry_worker_preemptions": (
