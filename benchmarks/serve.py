@@ -1,8 +1,9 @@
 """``python -m benchmarks.serve``: disaggregated against aggregated serving and transformers' own
 ``generate``.
 
-All three run at once and take turns (idle ones use no processor time), so that a slow minute of
-the machine hits each of them; figures are medians over rounds. Every side computes in float32
+All three run at once and take turns (idle ones use no processor time): a round measures every mode
+at every concurrency, so that a slow minute of the machine hits each of them; figures are medians
+over rounds. Every side computes in float32
 with the same number of torch threads, the same real prompts, greedily, and exactly
 ``--output-tokens`` tokens a request.
 """
@@ -101,32 +102,28 @@ def measure(
     texts = [
         turns[0] for turns in prompts.mt_bench(Path.home() / ".cache" / "pageferry" / "benchmarks")
     ]
+    # One unmeasured load each: caches, lazily bound libraries and first connections.
+    warm_up = max(arguments.concurrency)
+    for service in services.values():
+        asyncio.run(closed_loop.run(service.url, service.model, texts[:warm_up], warm_up, 8))
+    peer.run(texts[:1], 8)
+    sources = {
+        concurrency: slices(texts, arguments.requests * concurrency)
+        for concurrency in arguments.concurrency
+    }
     runs: dict[tuple[str, int], list[closed_loop.LoadResult]] = {}
-    for concurrency in arguments.concurrency:
-        source = slices(texts, arguments.requests * concurrency)
-        # One unmeasured request each: caches, lazily bound libraries and first connections.
-        for service in services.values():
-            asyncio.run(
-                closed_loop.run(service.url, service.model, texts[:concurrency], concurrency, 8)
-            )
-        peer.run(texts[:1], 8)
-        for number in range(arguments.rounds):
+    for number in range(arguments.rounds):
+        for concurrency, source in sources.items():
             batch = next(source)
             for name, service in services.items():
-                result = asyncio.run(
-                    closed_loop.run(
-                        service.url, service.model, batch, concurrency, arguments.output_tokens
-                    )
+                load = closed_loop.run(
+                    service.url, service.model, batch, concurrency, arguments.output_tokens
                 )
-                runs.setdefault((name, concurrency), []).append(result)
+                runs.setdefault((name, concurrency), []).append(asyncio.run(load))
             if concurrency == 1:
-                runs.setdefault(("transformers", 1), []).append(
-                    peer.run(batch, arguments.output_tokens)
-                )
-            print(
-                f"concurrency {concurrency}: round {number + 1} of {arguments.rounds} done",
-                flush=True,
-            )
+                result = peer.run(batch, arguments.output_tokens)
+                runs.setdefault(("transformers", 1), []).append(result)
+        print(f"round {number + 1} of {arguments.rounds} done", flush=True)
     modes: dict[str, Any] = {}
     for (name, concurrency), rounds in runs.items():
         modes.setdefault(name, {"concurrency": {}})["concurrency"][str(concurrency)] = summary(

@@ -224,6 +224,7 @@ class TransferAgent(PairOwner):
     @override
     def session_closed(self, pair: Pair, session: Session) -> None:
         self._ended.add(session.session)
+        self._cancels.over(session.request_id)
         running = self._running[pair.side].get(session.request_id)
         if running is not None and running.session is session:
             del self._running[pair.side][session.request_id]
@@ -415,6 +416,7 @@ class TransferAgent(PairOwner):
 
     def _end_unstarted(self, request_id: str, outcome: Outcome, reason: str, kind: str) -> None:
         self.counters.failures[kind] += 1
+        self._cancels.over(request_id)
         self.deliver(SessionEnded(request_id, outcome, reason, 0, 0))
 
     def _create_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -237,6 +237,27 @@ async def test_a_granted_request_ends_once_per_side(nodes: tuple[Node, Node]) ->
         assert len(node.engine.of(SessionEnded, "r")) == 1
 
 
+async def test_a_cancel_that_crosses_the_end_spares_the_repair_of_the_request(
+    nodes: tuple[Node, Node],
+) -> None:
+    """A request is repaired under its own id: what was meant for its last session must not end
+    the next.
+    """
+    context, generation = nodes
+    await Transfer("r", [1], [2]).run(context, generation)
+    for node in nodes:
+        node.agent.cancel("r", "crossed the end")
+    generation.agent.grant("r", context.address, 10, 20_000)
+    await context.engine.expect(GrantReceived, "r", 2)
+    context.agent.announce("r")
+    await generation.engine.expect(AnnounceReceived, "r", 2)
+    generation.agent.ready("r", 0, 1, lease(0, [2]))
+    context.agent.no_decode("r")
+    for node in nodes:
+        end = await node.engine.expect(SessionEnded, "r", 2)
+        assert end.outcome is Outcome.SUCCEEDED, end.reason
+
+
 async def test_misuse_fails_the_request_and_returns_the_lease(nodes: tuple[Node, Node]) -> None:
     context, generation = nodes
     await granted(context, generation, "r", 20_000)

@@ -13,6 +13,16 @@ def test_a_cancellation_is_remembered_once_with_its_first_reason() -> None:
     assert cancels.take("r") is None
 
 
+def test_a_cancellation_after_the_end_was_not_for_the_next_of_that_name() -> None:
+    cancels = PendingCancels()
+    assert cancels.take("r") is None
+    cancels.over("r")
+    cancels.remember("r", "late")
+    assert cancels.take("r") is None
+    cancels.remember("r", "early")
+    assert cancels.take("r") == "early"
+
+
 def test_both_forget_the_oldest() -> None:
     cancels = PendingCancels(capacity=2)
     ended = EndedSessions(capacity=2)

@@ -57,30 +57,38 @@ class FusedDecoder:
         )
 
     def __call__(
-        self, tokens: torch.Tensor, positions: torch.Tensor, context: StepContext
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        context: StepContext,
+        rows: torch.Tensor,
     ) -> torch.Tensor:
-        """Hidden states after the last layer, before the final norm: ``[T, hidden]``."""
+        """Hidden states of ``rows`` after the last layer and the final norm: ``[len(rows),
+        hidden]``.
+
+        The other rows leave the last layer once their keys and values are stored.
+        """
         hidden = nn.functional.embedding(tokens, self._embedding)
         cos, sin = self._rotary(hidden, positions.unsqueeze(0))
         half = sin.shape[-1] // 2
         # rotate_half(x) * sin == roll(x) * (-sin, sin)
         signed_sin = torch.cat((-sin[..., :half], sin[..., half:]), -1)
         rotary = (cos.squeeze(0).unsqueeze(1), signed_sin.squeeze(0).unsqueeze(1))
-        for layer in self._layers:
-            hidden = self._layer(layer, hidden, rotary, context)
-        return hidden
-
-    def normalised(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The final norm, row by row."""
+        *others, last = self._layers
+        for layer in others:
+            hidden = self._mixed(layer, hidden, self._attended(layer, hidden, rotary, context))
+        found = self._attended(last, hidden, rotary, context)
+        hidden = self._mixed(last, hidden.index_select(0, rows), found.index_select(0, rows))
         return self._normed(hidden, self._norm)
 
-    def _layer(
+    def _attended(
         self,
         layer: FusedLayer,
         hidden: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
         context: StepContext,
     ) -> torch.Tensor:
+        """Store the rows' keys and values and attend: ``[T, num_heads * head_dim]``."""
         facts = self._facts
         dim, kv_heads, num_rows = facts.head_dim, facts.num_kv_heads, len(hidden)
         qkv = layer.qkv(self._normed(hidden, layer.input_norm))
@@ -92,14 +100,17 @@ class FusedDecoder:
         cos, signed_sin = rotary
         rolled = query_key.roll(dim // 2, -1)
         torch.addcmul(query_key * cos, rolled, signed_sin, out=query_key)
-        found = attend(
+        return attend(
             context,
             layer.index,
             heads[:, : facts.num_heads],
             heads[:, facts.num_heads :].unflatten(1, (2, kv_heads)),
             layer.scale,
-        )
-        hidden = layer.output.added_to(hidden, found.flatten(1))
+        ).flatten(1)
+
+    def _mixed(self, layer: FusedLayer, hidden: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+        """The rest of a layer, row by row."""
+        hidden = layer.output.added_to(hidden, found)
         gate, up = layer.gate_up(self._normed(hidden, layer.mlp_norm)).chunk(2, 1)
         return layer.down.added_to(hidden, layer.activation(gate).mul_(up))
 

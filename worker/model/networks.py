@@ -78,5 +78,4 @@ class FusedModel(Network):
         context: StepContext,
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        hidden = self._decoder(tokens, positions, context)
-        return self._head(self._decoder.normalised(hidden.index_select(0, rows))).float()
+        return self._head(self._decoder(tokens, positions, context, rows)).float()
