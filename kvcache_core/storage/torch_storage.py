@@ -1,63 +1,86 @@
-"""Pools as torch tensors, on any device.
+"""Pools as torch tensors, on any device, and the host tier behind them.
 
-Each pool is one contiguous uint8 tensor ``[num_slots, slot_bytes]`` whose base is aligned to
-PAGE_ALIGNMENT_BYTES. Every other tensor handed out is a strided view of it: nothing is copied, and
-slot strides are the pool's real ones. Pools start zeroed, so that masked reads never meet a NaN.
+Each pool is one contiguous uint8 tensor ``[num_slots, slot_bytes]`` (memory.py). Every other tensor
+handed out is a strided view of it: nothing is copied, and slot strides are the pool's real ones.
+Host pools mirror the device's, with slots of the size their codec gives them.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from typing_extensions import override
 
-from kvcache_core.address import PAGE_ALIGNMENT_BYTES, BufferAddress
+from kvcache_core.address import BufferAddress
 from kvcache_core.layout import LayoutPlan
-from kvcache_core.ports import PageCopier
-from kvcache_core.spec import BufferRole, ElementType
-
-TORCH_TYPES = {
-    ElementType.FLOAT32: torch.float32,
-    ElementType.BFLOAT16: torch.bfloat16,
-    ElementType.FLOAT16: torch.float16,
-    ElementType.FLOAT8_E4M3: torch.float8_e4m3fn,
-    ElementType.UINT8: torch.uint8,
-    ElementType.PACKED4: torch.uint8,
-}
-
-
-def element_type_of(dtype: torch.dtype) -> ElementType:
-    """The element type of a torch type. Raises ValueError for one that no cache can hold."""
-    for element, known in TORCH_TYPES.items():
-        if known is dtype:
-            return element
-    supported = [str(known) for known in TORCH_TYPES.values()]
-    raise ValueError(f"no KV cache of {dtype}; expected one of {supported}")
+from kvcache_core.ports import PageCopier, SlotArray
+from kvcache_core.spec import BufferRole
+from kvcache_core.storage.codec import PageCodec
+from kvcache_core.storage.memory import aligned_pool, pin
+from kvcache_core.storage.row_copy import Rows, copy_rows
+from kvcache_core.storage.types import TORCH_TYPES
 
 
 class TorchStorage(PageCopier):
-    """All pools of one rank. ``slots`` gives the slots of each pool group."""
+    """All pools of one rank.
+
+    ``slots`` gives the device slots of each pool group, ``host_slots`` the host slots; left out,
+    there is no host tier. Host pools are locked in memory where the device is CUDA. ``codec`` is
+    what demoted slots go through; without one their bytes are identical.
+    """
 
     def __init__(
-        self, plan: LayoutPlan, slots: Sequence[int], device: torch.device | str = "cpu"
+        self,
+        plan: LayoutPlan,
+        slots: Sequence[int],
+        device: torch.device | str = "cpu",
+        host_slots: Sequence[int] = (),
+        codec: PageCodec | None = None,
     ) -> None:
-        if len(slots) != len(plan.pool_groups) or any(count < 1 for count in slots):
+        """Raises ValueError for wrong counts, MemoryError when host memory cannot be locked."""
+        groups = plan.pool_groups
+        host_slots = host_slots or (0,) * len(groups)
+        if len(slots) != len(groups) or any(count < 1 for count in slots):
             raise ValueError(
-                f"expected a positive slot count for each of {len(plan.pool_groups)} pool groups, "
+                f"expected a positive slot count for each of {len(groups)} pool groups, "
                 f"got {tuple(slots)}"
+            )
+        if len(host_slots) != len(groups) or any(count < 0 for count in host_slots):
+            raise ValueError(
+                f"expected a host slot count of at least 0 for each of {len(groups)} pool groups, "
+                f"got {tuple(host_slots)}"
             )
         self.plan = plan
         self.slots = tuple(slots)
+        self.host_slots = tuple(host_slots)
         self.device = torch.device(device)
+        self._codec = codec
         self._pools = tuple(
-            tuple(_aligned_pool(count, slot_bytes, self.device) for slot_bytes in group.slot_bytes)
-            for count, group in zip(slots, plan.pool_groups, strict=True)
+            tuple(aligned_pool(count, slot_bytes, self.device) for slot_bytes in group.slot_bytes)
+            for count, group in zip(slots, groups, strict=True)
         )
+        self._host_pools = tuple(
+            tuple(self._host_pool(count, slot_bytes) for slot_bytes in group.slot_bytes)
+            for count, group in zip(host_slots, groups, strict=True)
+        )
+
+    def _host_pool(self, num_slots: int, slot_bytes: int) -> torch.Tensor:
+        size = slot_bytes if self._codec is None else self._codec.encoded_bytes(slot_bytes)
+        pool = aligned_pool(num_slots, size, torch.device("cpu"))
+        if self.device.type == "cuda" and num_slots:
+            weakref.finalize(self, pin(pool))
+        return pool
 
     def pool_bytes(self, pool_group: int, pool: int) -> torch.Tensor:
         """The pool itself: uint8 ``[num_slots, slot_bytes]``, contiguous."""
         return self._pools[pool_group][pool]
+
+    def host_pool_bytes(self, pool_group: int, pool: int) -> torch.Tensor:
+        """The pool's host tier: uint8 ``[num_host_slots, encoded slot bytes]``, contiguous."""
+        return self._host_pools[pool_group][pool]
 
     def kv(self, layer_id: int) -> torch.Tensor:
         """Keys and values of a layer, a view ``[num_slots, kv_factor, heads, tokens, head_dim]``.
@@ -107,17 +130,61 @@ class TorchStorage(PageCopier):
         return typed.as_strided(shape, strides, offset)
 
     @override
-    def copy_slot(self, pool_group: int, source: int, target: int) -> None:
+    def copy_slots(self, pool_group: int, sources: SlotArray, targets: SlotArray) -> None:
+        device_slots = self.slots[pool_group]
+        _check("source", sources, device_slots)
+        _check_targets(targets, device_slots, len(sources))
+        if np.isin(targets, sources).any():
+            raise ValueError(f"slots both read and written: {np.intersect1d(sources, targets)}")
         for pool in self._pools[pool_group]:
-            pool[target].copy_(pool[source])
+            copy_rows(Rows(pool, sources), Rows(pool, targets))
+        self._settle()
+
+    @override
+    def demote_slots(self, pool_group: int, device_slots: SlotArray, host_slots: SlotArray) -> None:
+        _check("device", device_slots, self.slots[pool_group])
+        _check_targets(host_slots, self.host_slots[pool_group], len(device_slots))
+        encode = None if self._codec is None else self._codec.encode
+        pools = zip(self._pools[pool_group], self._host_pools[pool_group], strict=True)
+        for pool, host_pool in pools:
+            copy_rows(Rows(pool, device_slots), Rows(host_pool, host_slots), encode)
+        self._settle()
+
+    @override
+    def onboard_slots(
+        self, pool_group: int, host_slots: SlotArray, device_slots: SlotArray
+    ) -> None:
+        _check("host", host_slots, self.host_slots[pool_group])
+        _check_targets(device_slots, self.slots[pool_group], len(host_slots))
+        decode = None if self._codec is None else self._codec.decode
+        pools = zip(self._pools[pool_group], self._host_pools[pool_group], strict=True)
+        for pool, host_pool in pools:
+            copy_rows(Rows(host_pool, host_slots), Rows(pool, device_slots), decode)
+        self._settle()
+
+    def copy_slot(self, pool_group: int, source: int, target: int) -> None:
+        """One slot of :meth:`copy_slots`."""
+        self.copy_slots(
+            pool_group, np.array([source], dtype=np.int32), np.array([target], dtype=np.int32)
+        )
+
+    def _settle(self) -> None:
+        """Wait for the copies: a transfer that is posted next is not ordered behind the stream."""
         if self.device.type == "cuda":
-            # A transfer that is posted next is not ordered behind this stream.
             torch.cuda.current_stream(self.device).synchronize()
 
 
-def _aligned_pool(num_slots: int, slot_bytes: int, device: torch.device) -> torch.Tensor:
-    """A zeroed pool whose first byte is aligned, whatever the allocator gives."""
-    total = num_slots * slot_bytes
-    raw = torch.zeros(total + PAGE_ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
-    start = -raw.data_ptr() % PAGE_ALIGNMENT_BYTES
-    return raw[start : start + total].view(num_slots, slot_bytes)
+def _check(name: str, slots: SlotArray, num_slots: int) -> None:
+    """A slot number out of range (-1 for a missing page) would be another slot's bytes."""
+    if slots.dtype != np.int32 or slots.ndim != 1:
+        raise ValueError(f"expected {name} slots as int32 [n], got {slots.dtype} {slots.shape}")
+    if len(slots) and (slots.min() < 0 or slots.max() >= num_slots):
+        raise ValueError(f"expected {name} slots within 0..{num_slots - 1}, got {slots}")
+
+
+def _check_targets(targets: SlotArray, num_slots: int, count: int) -> None:
+    _check("target", targets, num_slots)
+    if len(targets) != count:
+        raise ValueError(f"expected as many targets as sources, got {len(targets)} and {count}")
+    if len(np.unique(targets)) != count:
+        raise ValueError(f"expected distinct target slots, got {targets}")

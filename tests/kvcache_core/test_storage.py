@@ -18,7 +18,7 @@ from kvcache_core.spec import (
     recurrent_layer,
 )
 from kvcache_core.storage import TorchStorage
-from kvcache_core.storage.torch_storage import TORCH_TYPES, element_type_of
+from kvcache_core.storage.types import TORCH_TYPES, element_type_of
 from tests.kvcache_core.support import DRAFT, TARGET, plan_of
 from tests.support.devices import DEVICES, usable
 
