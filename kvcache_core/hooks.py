@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import TypeVar
 
+from typing_extensions import override
+
 from kvcache_core.signatures import mismatches
 
 HOOK = "__hook__"
@@ -49,6 +51,7 @@ def _function(method: object) -> FunctionType:
 class HookBase:
     """Base of classes with hooks. Checks every class derived from it, mixins included."""
 
+    @override
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         for owner, name, member in _members(cls):
@@ -56,7 +59,7 @@ class HookBase:
 
 
 def _members(cls: type) -> Iterator[tuple[type, str, object]]:
-    """Everything defined by the class and its bases: a mixin can shadow a hook for this class only."""
+    """All that the class and its bases define: a mixin may shadow a hook in this class alone."""
     for owner in cls.__mro__:
         if owner is not object and owner is not HookBase:
             for name, member in vars(owner).items():
@@ -64,6 +67,8 @@ def _members(cls: type) -> Iterator[tuple[type, str, object]]:
 
 
 def _check_member(cls: type, owner: type, name: str, member: object) -> None:
+    if _is_marked(member, HOOK) or _is_marked(member, OVERRIDES_HOOK):
+        _function(member)
     later = cls.__mro__[cls.__mro__.index(owner) + 1 :]
     bases = [base for base in later if name in vars(base)]
     who = f"{owner.__module__}.{owner.__qualname__}.{name}"
@@ -109,7 +114,7 @@ def _unknown(cls: type, who: str, bases: tuple[type, ...]) -> str:
 
 def _reasons(base: FunctionType, override: FunctionType) -> list[str]:
     reasons = mismatches(inspect.signature(base), inspect.signature(override))
-    kinds = [
+    kinds: list[tuple[Callable[[object], bool], str]] = [
         (inspect.iscoroutinefunction, "a coroutine function"),
         (inspect.isgeneratorfunction, "a generator function"),
         (inspect.isasyncgenfunction, "an asynchronous generator function"),

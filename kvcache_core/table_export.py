@@ -25,8 +25,8 @@ class TableExporter:
     """Exports into ``out``, int32 ``[max_rows, max_blocks * pages_per_block]``, C contiguous.
 
     Tables are copied into a scratch array whose unused tails are missing blocks; one affine pass
-    over it then serves all rows. A missing block comes out negative (every map has ``bias +
-    pages_per_block <= scale``, because a buffer lies inside its slot), so one ``maximum`` clears it.
+    over it then serves all rows. A missing block comes out negative, because a buffer lies inside
+    its slot (``bias + pages_per_block <= scale``), so one ``maximum`` clears it.
     """
 
     def __init__(self, space: IndexSpace, out: Table) -> None:

@@ -27,7 +27,7 @@ def pin(pool: torch.Tensor) -> Callable[[], object]:
     Registers what is there instead of asking torch for pinned memory, which rounds a pool up to a
     power of two. Raises MemoryError when the system refuses.
     """
-    runtime = torch.cuda.cudart()
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address, size = pool.data_ptr(), pool.numel()
     status = int(runtime.cudaHostRegister(address, size, 0))
     if status != 0:

@@ -73,7 +73,7 @@ class CudaCopies(CopyQueue):
 
         @override
         def is_complete(self) -> bool:
-            return bool(self._event.query())
+            return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -89,7 +89,7 @@ class CudaCopies(CopyQueue):
     @override
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> PendingCopy:
         target.copy_(source, non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return self._Event(event)
 
