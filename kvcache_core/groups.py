@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcache_core.address import BufferAddress, PageGeometry
@@ -12,14 +13,25 @@ from kvcache_core.spec import KVCacheLayerOwner
 @dataclass(frozen=True, kw_only=True)
 class LayerGroup:
     """Layers whose pages live equally long. ``slot_bytes`` has one entry per pool of its pool
-    group.
+    group; ``draft_layer_ids`` are those of its layers that belong to the drafter.
     """
 
     id: int
     life_cycle: LifeCycle
     layer_ids: tuple[int, ...]
+    draft_layer_ids: tuple[int, ...]
     pool_group: int
     slot_bytes: tuple[int, ...]
+
+    @property
+    def is_draft(self) -> bool:
+        """True when all layers are the drafter's."""
+        return len(self.draft_layer_ids) == len(self.layer_ids)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one slot over all pools: of a block, or of a state."""
+        return sum(self.slot_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,3 +77,33 @@ class View:
     def block_bytes(self) -> int:
         """Bytes of one block in this view."""
         return sum(buffer.bytes for buffer in self.buffers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupTable:
+    """All groups of a plan: what sizing works on. Counts are per layer group unless said."""
+
+    layer_groups: tuple[LayerGroup, ...]
+    pool_groups: tuple[PoolGroup, ...]
+    tokens_per_block: int
+
+    def pool_slots(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """Slots per pool group of slots per layer group."""
+        return tuple(sum(counts[group] for group in pool.layer_groups) for pool in self.pool_groups)
+
+    def bytes_of(self, counts: Sequence[int]) -> int:
+        """Bytes of slots per layer group."""
+        return sum(
+            count * group.bytes_per_slot
+            for count, group in zip(counts, self.layer_groups, strict=True)
+        )
+
+    @property
+    def target_groups(self) -> tuple[LayerGroup, ...]:
+        """Groups with a target layer."""
+        return tuple(group for group in self.layer_groups if not group.is_draft)
+
+    @property
+    def draft_groups(self) -> tuple[LayerGroup, ...]:
+        """Groups of the drafter alone."""
+        return tuple(group for group in self.layer_groups if group.is_draft)

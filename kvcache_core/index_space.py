@@ -12,23 +12,17 @@ map ``index = slot * scale + bias`` (then ``+ page`` inside the buffer) over byt
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcache_core.address import BufferAddress
 from kvcache_core.errors import invariant
+from kvcache_core.spec import IndexKind
+
+__all__ = ["CHECKED_SLOTS", "IndexKind", "IndexSpace", "allocation_extents"]
 
 CHECKED_SLOTS = (0, 1, 2, 7, 1_000_003)
-
-
-class IndexKind(Enum):
-    """Which of the three spaces."""
-
-    RAW_SLOT = "raw_slot"
-    SHARED = "shared"
-    PER_LAYER = "per_layer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +69,7 @@ class IndexSpace:
 
     def _check(self, address: BufferAddress) -> None:
         for slot in CHECKED_SLOTS:
-            for page in range(self.pages_per_block):
+            for page in {0, self.pages_per_block - 1}:
                 index = slot * self.scale + self.bias + page
                 invariant(
                     self.byte_offset(index) == address.byte_offset(slot, page),
@@ -107,3 +101,17 @@ class IndexSpace:
         indices = slots[..., None] * np.int32(self.scale) + np.int32(self.bias) + pages
         expanded = np.where(slots[..., None] < 0, np.int32(0), indices)
         return expanded.reshape(*slots.shape[:-1], slots.shape[-1] * self.pages_per_block)
+
+
+def allocation_extents(slots: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """Blocks that rows of a block table span: int32 ``[..., n]`` to ``[...]``.
+
+    The extent ends behind the last valid entry, however many blocks in front of it are missing
+    (-1): a window drops its oldest pages and keeps its position.
+    """
+    valid = slots >= 0
+    blocks = slots.shape[-1]
+    if not blocks:
+        return np.zeros(slots.shape[:-1], dtype=np.int64)
+    last = blocks - np.argmax(valid[..., ::-1], axis=-1)
+    return np.where(valid.any(axis=-1), last, 0).astype(np.int64)

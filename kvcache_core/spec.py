@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from kvcache_core.arithmetic import ceil_div
-
 
 class KVCacheLayerOwner(Enum):
     """Which network a layer belongs to."""
@@ -48,6 +46,19 @@ class BufferRole(Enum):
 STATE_ROLES = frozenset({BufferRole.CONV_STATE, BufferRole.RECURRENT_STATE})
 
 
+class IndexKind(Enum):
+    """In which unit the kernels of a layer count pages (index_space.py gives the arithmetic).
+
+    RAW_SLOT counts slots, as kernels do that take slot strides. SHARED counts the layer's own pages
+    from its own base, so that one list of indices serves all layers of a group. PER_LAYER counts
+    them from the pool's base, so that one pointer serves all layers.
+    """
+
+    RAW_SLOT = "raw_slot"
+    SHARED = "shared"
+    PER_LAYER = "per_layer"
+
+
 class ElementType(Enum):
     """Type of one stored element. PACKED4 holds two elements a byte, its scales live in buffers of
     their own.
@@ -64,6 +75,18 @@ class ElementType(Enum):
     def bits(self) -> int:
         """Bits of one element."""
         return _BITS[self]
+
+    @classmethod
+    def named(cls, name: str) -> ElementType:
+        """The element type of a name: ours (``float8_e4m3``) or torch's (``float8_e4m3fn``, with
+        or without ``torch.``). Raises ValueError.
+        """
+        short = name.removeprefix("torch.")
+        try:
+            return cls(_ALIASES.get(short, short))
+        except ValueError:
+            known = [element.value for element in cls]
+            raise ValueError(f"no element type {name!r}; expected one of {known}") from None
 
     def bytes_of(self, elements: int) -> int:
         """Bytes of ``elements`` elements. Raises ValueError when they do not fill whole bytes."""
@@ -83,6 +106,7 @@ _BITS = {
     ElementType.UINT8: 8,
     ElementType.PACKED4: 4,
 }
+_ALIASES = {"float8_e4m3fn": "float8_e4m3", "half": "float16", "float": "float32"}
 
 
 class PageMapping(Enum):
@@ -157,7 +181,8 @@ class KVCacheLayerSpec:
     which has ``state_buffers`` instead. ``window`` None is full attention; ``sink_tokens`` first
     tokens stay visible beside a window. ``tokens_per_page`` lets kernels read pages smaller than a
     block. Elements of ``scale_block_elements`` share a one-byte scale; scales get their own
-    coalescing group so that data and scales lie in two pools under one index.
+    coalescing group so that data and scales lie in two pools under one index. ``index_kind`` is
+    what the layer's kernels count in.
     """
 
     layer_id: int
@@ -173,6 +198,7 @@ class KVCacheLayerSpec:
     tokens_per_page: int | None = None
     scale_block_elements: int | None = None
     scale_coalescing_group: int = 1
+    index_kind: IndexKind = IndexKind.RAW_SLOT
     extra_buffers: tuple[BufferSpec, ...] = ()
     state_buffers: tuple[BufferSpec, ...] = ()
 
@@ -273,6 +299,11 @@ class KVCacheLayerSpec:
         """Bytes a token takes in all buffers of the layer; 0 for a recurrent layer."""
         return 0 if self.is_recurrent else sum(buffer.bytes_per_token for buffer in self.buffers)
 
+    def role_bytes_per_token(self, role: BufferRole) -> int:
+        """Bytes a token takes in one buffer of the layer, extra buffers too; 0 without the role."""
+        held = (buffer for buffer in self.buffers if not buffer.is_state)
+        return sum(buffer.bytes_per_token for buffer in held if buffer.role is role)
+
     @property
     def state_bytes(self) -> int:
         """Bytes a sequence takes whatever its length; 0 for attention."""
@@ -316,8 +347,3 @@ def owner_of(specs: Sequence[KVCacheLayerSpec], layer_id: int) -> KVCacheLayerOw
 def layer_ids(specs: Sequence[KVCacheLayerSpec], owner: KVCacheLayerOwner) -> tuple[int, ...]:
     """Ids of the layers of one owner, ascending."""
     return tuple(sorted(spec.layer_id for spec in specs if spec.owner is owner))
-
-
-def blocks_of(tokens: int, tokens_per_block: int) -> int:
-    """Blocks that hold ``tokens`` tokens."""
-    return ceil_div(tokens, tokens_per_block)
