@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -15,11 +17,12 @@ from kvcache_core.spec import (
     ElementType,
     KVCacheLayerSpec,
     PageMapping,
+    ReusePolicy,
     recurrent_layer,
 )
 from kvcache_core.storage import TorchStorage
 from kvcache_core.storage.types import TORCH_TYPES, element_type_of
-from tests.kvcache_core.support import DRAFT, TARGET, plan_of
+from tests.kvcache_core.storage_rig import DRAFT, TARGET
 from tests.support.devices import DEVICES, usable
 
 SLOTS = 7
@@ -34,6 +37,16 @@ def attention(layer_id: int, dtype: ElementType, **changes: Any) -> KVCacheLayer
     fields: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 16, **changes}
     owner = DRAFT if layer_id > 3 else TARGET
     return KVCacheLayerSpec(layer_id=layer_id, owner=owner, dtype=dtype, **fields)
+
+
+def two_pool_groups() -> LayoutPlan:
+    layers = [attention(0, ElementType.FLOAT32), attention(1, ElementType.FLOAT32, window=9)]
+    wider = KVCacheLayerSpec(**{**vars(layers[1]), "head_dim": 24})
+    return LayoutPlan.derive([layers[0], wider], tokens_per_block=8)
+
+
+def slot_array(*slots: int) -> npt.NDArray[np.int32]:
+    return np.array(slots, dtype=np.int32)
 
 
 def mixed_plan() -> LayoutPlan:
@@ -61,7 +74,7 @@ def mixed_plan() -> LayoutPlan:
         attention(2, ElementType.FLOAT8_E4M3, kv_factor=1, num_kv_heads=1, head_dim=40),
         attention(3, ElementType.PACKED4, scale_block_elements=8, head_dim=32),
         attention(4, ElementType.FLOAT32, window=8),
-        attention(5, ElementType.BFLOAT16, tokens_per_page=4),
+        attention(5, ElementType.BFLOAT16, tokens_per_page=4, policy=ReusePolicy.OPTIONAL),
         recurrent_layer(6, TARGET, [conv]),
     ]
     return LayoutPlan.derive(specs, tokens_per_block=8)
@@ -143,27 +156,26 @@ def test_kv_shapes_of_special_layers() -> None:
         storage.kv(6)
 
 
-def test_copy_slot_copies_all_pools_and_nothing_else(device: str) -> None:
-    plan = mixed_plan()
-    storage = TorchStorage(plan, [SLOTS] * len(plan.pool_groups), device)
-    generator = torch.Generator().manual_seed(1)
-    for group in plan.pool_groups:
-        before = []
-        for pool in range(len(group.slot_bytes)):
-            data = storage.pool_bytes(group.id, pool)
-            data.copy_(torch.randint(0, 256, data.shape, generator=generator, dtype=torch.uint8))
-            before.append(data.clone())
-        storage.copy_slot(group.id, 2, 5)
-        for pool, old in enumerate(before):
-            new = storage.pool_bytes(group.id, pool)
-            assert torch.equal(new[5], old[2])
-            kept = [slot for slot in range(SLOTS) if slot != 5]
-            assert torch.equal(new[kept], old[kept])
-
-
-def test_wrong_requests_are_refused() -> None:
-    plan = plan_of("mixed, two pool groups")
-    with pytest.raises(ValueError, match="each of 2 pool groups"):
+def test_wrong_counts_and_types_are_refused() -> None:
+    plan = two_pool_groups()
+    with pytest.raises(ValueError, match=r"positive slot count for each of 2 pool groups, got \(4"):
         TorchStorage(plan, [4])
+    with pytest.raises(ValueError, match=r"got \(4, 0\)"):
+        TorchStorage(plan, [4, 0])
+    with pytest.raises(ValueError, match=r"host slot count .* each of 2 pool groups, got \(1"):
+        TorchStorage(plan, [4, 4], host_slots=[1])
     with pytest.raises(ValueError, match=r"no KV cache of torch\.int64"):
         element_type_of(torch.int64)
+
+
+def test_host_pools_exist_only_where_they_are_asked_for() -> None:
+    plan = two_pool_groups()
+    storage = TorchStorage(plan, [4, 4])
+    assert storage.host_slots == (0, 0)
+    assert storage.host_pool_bytes(1, 0).shape[0] == 0
+    storage = TorchStorage(plan, [4, 4], host_slots=[0, 3])
+    assert storage.host_pool_bytes(0, 0).shape[0] == 0
+    assert storage.host_pool_bytes(1, 0).shape == (3, plan.pool_groups[1].slot_bytes[0])
+    assert storage.host_pool_bytes(1, 0).data_ptr() % 64 == 0
+    with pytest.raises(ValueError, match=r"host slots within 0\.\.-1"):
+        storage.onboard_slots(0, slot_array(0), slot_array(0))
