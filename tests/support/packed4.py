@@ -14,8 +14,8 @@ TOP = LEVELS[-1]
 
 
 def quantize(values: torch.Tensor, block: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """uint8 data ``[..., n / 2]`` and uint8 scales ``[..., n / block]`` of ``values`` ``[..., n]``."""
-    blocks = values.float().unflatten(-1, (-1, block)) / scale
+    """uint8 data ``[..., n / 2]`` and uint8 scales ``[..., n / block]`` of float ``[..., n]``."""
+    blocks = values.float().reshape(*values.shape[:-1], -1, block) / scale
     factors = (blocks.abs().amax(-1, keepdim=True) / TOP).to(torch.float8_e4m3fn)
     factor = factors.float()
     units = torch.where(factor > 0, blocks / factor, torch.zeros_like(blocks)).flatten(-2)
@@ -32,4 +32,5 @@ def dequantize(data: torch.Tensor, scales: torch.Tensor, block: int, scale: floa
     levels = torch.tensor(LEVELS)
     units = levels[codes & 7] * torch.where(codes & 8 > 0, -1.0, 1.0)
     factor = scales.contiguous().view(torch.float8_e4m3fn).float()
-    return (units.unflatten(-1, (-1, block)) * factor[..., None]).flatten(-2) * scale
+    blocks = units.reshape(*units.shape[:-1], -1, block) * factor[..., None]
+    return blocks.flatten(-2) * scale
