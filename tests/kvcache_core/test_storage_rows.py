@@ -14,6 +14,7 @@ from kvcache_core.address import BufferAddress
 from kvcache_core.index_space import IndexKind, IndexSpace
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.spec import BufferRole, BufferSpec, ElementType, PageMapping, owner_of
+from kvcache_core.storage.pointers import flat_pointer_table, pointer_table, pool_row
 from tests.kvcache_core.storage_rig import (
     BLOCK,
     CONV,
@@ -26,6 +27,7 @@ from tests.kvcache_core.storage_rig import (
     attention,
     every_kind,
 )
+from tests.support.packed4 import dequantize, quantize
 
 KEY, VALUE = BufferRole.KEY, BufferRole.VALUE
 SCALE = 1.5
@@ -42,6 +44,129 @@ def check_both_ways(rig: Rig, address: BufferAddress, view: torch.Tensor) -> Non
     for slot in ODD_SLOTS:
         for page in range(pages):
             part = view[slot, page] if pages > 1 else view[slot]
+            written = rig.random_bytes(address.geometry.page_bytes)
+            part.copy_(written.view(part.dtype).view(part.shape))
+            assert torch.equal(rig.page(address, slot, page), written)
+            read = rig.random_bytes(address.geometry.page_bytes)
+            rig.page(address, slot, page).copy_(read)
+            assert torch.equal(as_bytes(part), read)
+
+
+def test_k9_views_use_the_real_slot_stride(rig: Rig) -> None:
+    """Every buffer of every kind of layer, draft layers included."""
+    for (layer_id, role), address in rig.plan.addresses.items():
+        view = rig.storage.buffer(layer_id, role)
+        assert view.stride(0) * view.element_size() == address.slot_bytes
+        check_both_ways(rig, address, view)
+
+
+def test_k9_a_write_stays_inside_its_buffer(rig: Rig) -> None:
+    for (layer_id, role), address in rig.plan.addresses.items():
+        rig.fill()
+        before = rig.snapshot()
+        view = rig.storage.buffer(layer_id, role)[SLOTS - 1]
+        flipped = ~as_bytes(view)
+        view.copy_(flipped.view(view.dtype).view(view.shape))
+        changed = {
+            (group, pool): (new != before[group][pool]).nonzero()
+            for group, pools in enumerate(rig.snapshot())
+            for pool, new in enumerate(pools)
+        }
+        where = changed.pop((address.pool_group, address.pool))
+        assert all(len(rest) == 0 for rest in changed.values())
+        assert len(where) == address.geometry.page_bytes * address.geometry.pages_per_block
+        assert set(where[:, 0].tolist()) == {SLOTS - 1}
+        start, end = address.offset_bytes, address.offset_bytes + address.bytes
+        assert start <= int(where[:, 1].min()) <= int(where[:, 1].max()) < end
+
+
+def test_b7_odd_slots_of_coalesced_buffers_are_their_own(rig: Rig) -> None:
+    """A stride of one layer's bytes instead of the slot's puts odd slots into other layers."""
+    shared = 0
+    written: dict[tuple[int, int], torch.Tensor] = {}
+    for spec in rig.plan.specs:
+        if spec.is_recurrent:
+            continue
+        address = rig.plan.address(spec.layer_id, KEY)
+        shared += address.slot_bytes > spec.kv_factor * address.bytes
+        kv = rig.storage.kv(spec.layer_id)
+        for slot in range(SLOTS):
+            data = rig.random_bytes(kv[slot].nbytes)
+            kv[slot].copy_(data.view(kv.dtype).view(kv[slot].shape))
+            written[spec.layer_id, slot] = data
+    assert shared >= 2, "no two layers share a slot: nothing is tested"
+    for (layer_id, slot), data in written.items():
+        assert torch.equal(as_bytes(rig.storage.kv(layer_id)[slot]), data), (layer_id, slot)
+
+
+def test_k7_packed_data_and_scales_lie_in_two_pools_under_one_index(rig: Rig) -> None:
+    data, scale = rig.plan.address(4, KEY), rig.plan.address(4, BufferRole.KEY_SCALE)
+    assert (data.pool_group, data.layer_group) == (scale.pool_group, scale.layer_group)
+    assert data.pool != scale.pool
+    values = torch.randn(2, 2, BLOCK, 32, generator=torch.Generator().manual_seed(3))
+    for slot in ODD_SLOTS:
+        for part, (role, scale_role) in enumerate(
+            [(KEY, BufferRole.KEY_SCALE), (VALUE, BufferRole.VALUE_SCALE)]
+        ):
+            packed, factors = quantize(values[part] * (slot + 1), 8, SCALE)
+            rig.storage.kv(4)[slot, part].copy_(packed)
+            rig.storage.buffer(4, scale_role)[slot].copy_(factors)
+            raw = rig.page(rig.plan.address(4, role), slot).view(2, BLOCK, 16)
+            raw_factors = rig.page(rig.plan.address(4, scale_role), slot).view(2, BLOCK, 4)
+            restored = dequantize(raw, raw_factors, 8, SCALE)
+            error = (restored / (slot + 1) - values[part]).abs().max()
+            assert error < 0.25 * values.abs().max()
+            assert torch.equal(restored, dequantize(packed, factors, 8, SCALE))
+
+
+def test_k7_the_packed_reference_keeps_a_scale_that_is_no_power_of_two() -> None:
+    exact = torch.tensor([[1.5, -3.0, 4.5, 9.0, -0.75, 0.0, 2.25, 6.0]])
+    packed, factors = quantize(exact, 8, SCALE)
+    assert packed.shape == (1, 4)
+    assert torch.equal(dequantize(packed, factors, 8, SCALE), exact)
+    assert not torch.equal(dequantize(packed, factors, 8, 1 / SCALE), exact)
+
+
+def test_k10_the_pointer_table_gives_real_addresses(rig: Rig) -> None:
+    table = pointer_table(rig.storage)
+    assert table.shape == (sum(len(group.slot_bytes) for group in rig.plan.pool_groups), 2)
+    for (layer_id, role), address in rig.plan.addresses.items():
+        base, slot_bytes = table[pool_row(rig.storage, address.pool_group, address.pool)].tolist()
+        view = rig.storage.buffer(layer_id, role)
+        for slot in ODD_SLOTS:
+            assert base + slot * slot_bytes + address.offset_bytes == view[slot].data_ptr()
+
+
+def test_k10_both_layouts_of_the_pointer_table_are_taken(rig: Rig) -> None:
+    flat = pointer_table(rig.storage)
+    groups = rig.plan.pool_groups
+    most = max(len(group.slot_bytes) for group in groups)
+    assert most > min(len(group.slot_bytes) for group in groups), "no row is padded"
+    cube = torch.zeros(len(groups), most, 2, dtype=torch.int64)
+    for group in groups:
+        for pool in range(len(group.slot_bytes)):
+            cube[group.id, pool] = flat[pool_row(rig.storage, group.id, pool)]
+    assert torch.equal(flat_pointer_table(cube), flat)
+    assert torch.equal(flat_pointer_table(flat), flat)
+    with pytest.raises(ValueError, match=r"got torch\.int64 \[2, 3\]"):
+        flat_pointer_table(torch.zeros(2, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"got torch\.int32"):
+        flat_pointer_table(torch.zeros(2, 2, dtype=torch.int32))
+
+
+def check_through_indices(rig: Rig, layer_id: int, role: BufferRole, kind: IndexKind) -> None:
+    """Allocation, then index, then address, then the layer's own view."""
+    address = rig.plan.address(layer_id, role)
+    space = IndexSpace.of(address, kind)
+    pages = space.pages_per_block
+    view = rig.storage.buffer(layer_id, role)
+    base = rig.storage.pool_bytes(address.pool_group, address.pool).data_ptr()
+    indices = space.expand(np.array(ODD_SLOTS, dtype=np.int32))
+    for number, index in enumerate(indices.tolist()):
+        slot, page = ODD_SLOTS[number // pages], number % pages
+        assert index < space.upper_bound(SLOTS)
+        assert space.slot_of(index) == slot
+        part = view[slot, page] if pages > 1 else view[slot]
         assert base + space.byte_offset(index) == part.data_ptr()
     check_both_ways(rig, address, view)
 
