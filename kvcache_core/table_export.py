@@ -24,9 +24,9 @@ MISSING = -1
 class TableExporter:
     """Exports into ``out``, int32 ``[max_rows, max_blocks * pages_per_block]``, C contiguous.
 
-    Tables are copied into a scratch array whose unused tails are missing blocks; one affine pass
-    over it then serves all rows. A missing block comes out negative, because a buffer lies inside
-    its slot (``bias + pages_per_block <= scale``), so one ``maximum`` clears it.
+    One concatenation lays tables and padding side by side, one affine pass serves all rows. A
+    missing block comes out negative, because a buffer lies inside its slot (``bias +
+    pages_per_block <= scale``), so one ``maximum`` clears it.
     """
 
     def __init__(self, space: IndexSpace, out: Table) -> None:
@@ -43,10 +43,9 @@ class TableExporter:
         self.out = out
         self.max_rows, columns = out.shape
         self.max_blocks = columns // pages
-        self._slots = np.full((self.max_rows, self.max_blocks), MISSING, dtype=np.int32)
-        self._indices = np.empty_like(self._slots) if pages > 1 else self._slots[:0]
-        self._lengths = [0] * self.max_rows
-        """Blocks of each row in the scratch; what follows them is missing."""
+        self._slots = np.empty(self.max_rows * self.max_blocks, dtype=np.int32)
+        missing = np.full(self.max_blocks, MISSING, dtype=np.int32)
+        self._padding = [missing[:blocks] for blocks in range(self.max_blocks + 1)]
         self._rows = 0
         self._blocks = 0
         """Extent of what ``out`` holds beside zeros."""
@@ -70,40 +69,40 @@ class TableExporter:
         blocks = max(lengths, default=0)
         if blocks > self.max_blocks:
             self._refuse(enumerate(lengths))
-        slots, known = self._slots, self._lengths
-        for row, table in enumerate(tables):
-            length = lengths[row]
-            line = slots[row]
-            line[:length] = table
-            if length < known[row]:
-                line[length : known[row]] = MISSING
-        known[:rows] = lengths
+        pages = self.space.pages_per_block
         if rows < self._rows:
-            self.out[rows : self._rows] = 0
+            self.out[rows : self._rows, : self._blocks * pages] = 0
         if blocks < self._blocks:
-            self.out[:rows, blocks * self.space.pages_per_block :] = 0
+            self.out[:rows, blocks * pages : self._blocks * pages] = 0
         self._rows, self._blocks = rows, blocks
-        self._write(slice(0, rows), blocks)
+        if not blocks:
+            return
+        padding = self._padding
+        parts: list[Table] = []
+        for table, length in zip(tables, lengths, strict=True):
+            parts.append(table)
+            if length < blocks:
+                parts.append(padding[blocks - length])
+        slots = self._slots[: rows * blocks]
+        np.concatenate(parts, out=slots)
+        self._write(slots.reshape(rows, blocks), self.out[:rows, : blocks * pages])
 
     def update(self, changed: Mapping[int, Table]) -> None:
         """Write only these rows of the batch last exported; the others keep what they hold.
 
         Raises ValueError, and writes nothing, for a row outside that batch or too long a table.
         """
-        lengths = {row: len(table) for row, table in changed.items()}
-        for row in lengths:
+        for row in changed:
             if not 0 <= row < self._rows:
                 raise ValueError(f"expected rows of the batch, 0..{self._rows - 1}, got {row}")
-        self._refuse(lengths.items())
+        self._refuse((row, len(table)) for row, table in changed.items())
+        pages = self.space.pages_per_block
         for row, table in changed.items():
-            length, known = lengths[row], self._lengths[row]
-            line = self._slots[row]
-            line[:length] = table
-            if length < known:
-                line[length:known] = MISSING
-            self._lengths[row] = length
-            self._write(slice(row, row + 1), max(length, known))
-            self._blocks = max(self._blocks, length)
+            blocks = len(table)
+            line = self.out[row : row + 1]
+            self._write(table[None], line[:, : blocks * pages])
+            line[:, blocks * pages : self._blocks * pages] = 0
+            self._blocks = max(self._blocks, blocks)
 
     def _refuse(self, lengths: Iterable[tuple[int, int]]) -> None:
         for row, length in lengths:
@@ -112,23 +111,19 @@ class TableExporter:
                     f"row {row}: expected a table of at most {self.max_blocks} blocks, got {length}"
                 )
 
-    def _write(self, rows: slice, blocks: int) -> None:
-        """Indices of the first ``blocks`` blocks of ``rows``, from the scratch."""
+    def _write(self, slots: Table, out: Table) -> None:
+        """Indices of ``slots`` ``[rows, blocks]`` into ``out`` ``[rows, blocks * pages]``."""
         space = self.space
         pages = space.pages_per_block
-        slots = self._slots[rows, :blocks]
-        out = self.out[rows, : blocks * pages]
-        if pages == 1:
-            if space.scale == 1 and not space.bias:
-                np.maximum(slots, 0, out=out)
-                return
+        if pages > 1:
+            indices = slots * np.int32(space.scale)
+            for page in range(pages):
+                np.add(indices, space.bias + page, out=out[:, page::pages])
+            np.maximum(out, 0, out=out)
+        elif space.scale == 1 and not space.bias:
+            np.maximum(slots, 0, out=out)
+        else:
             np.multiply(slots, space.scale, out=out)
             if space.bias:
                 out += space.bias
             np.maximum(out, 0, out=out)
-            return
-        indices = self._indices[rows, :blocks]
-        np.multiply(slots, space.scale, out=indices)
-        for page in range(pages):
-            np.add(indices, space.bias + page, out=out[:, page::pages])
-        np.maximum(out, 0, out=out)
