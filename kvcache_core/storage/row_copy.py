@@ -48,6 +48,11 @@ class Rows:
         first = int(self.slots[0])
         return self.pool[first : first + len(self.slots)]
 
+    @property
+    def index(self) -> torch.Tensor:
+        """The slots as the index of a gather or scatter, on the pool's device; a copy."""
+        return torch.tensor(self.slots, dtype=torch.int64, device=self.pool.device)
+
 
 def copy_rows(source: Rows, target: Rows, transform: Transform | None = None) -> None:
     """Copy rows of one pool to another, through ``transform`` (on the device that is not the host).
@@ -93,13 +98,13 @@ def _copy_piece(source: Rows, target: Rows, transform: Transform | None) -> None
         return
     if rows.device != target.pool.device:
         rows = _moved(rows, target.pool.device)
-    index = torch.from_numpy(target.slots).to(target.pool.device, torch.int64)
+    index = target.index
     _words(target.pool).index_copy_(0, index, _words(rows))
 
 
 def _gathered(rows: Rows, *, is_sent: bool) -> torch.Tensor:
     """The rows in one new tensor on the same device; pinned when a device reads it from here."""
-    index = torch.from_numpy(rows.slots).to(rows.pool.device, torch.int64)
+    index = rows.index
     pool = _words(rows.pool)
     if not is_sent or rows.pool.device.type != "cpu":
         return pool.index_select(0, index).view(torch.uint8)

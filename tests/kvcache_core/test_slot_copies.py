@@ -149,6 +149,17 @@ def test_wrong_slots_are_refused_before_anything_is_written(
     assert torch.equal(rig.snapshot()[0][0], before[0][0])
 
 
+def test_slots_may_be_read_only() -> None:
+    """Block tables are: what a view of one names is copied all the same."""
+    rig = tiered("cpu")
+    rig.fill()
+    before = rig.snapshot()
+    sources, targets = slots(0, 2, 1, 3), slots(6, 5, 4, 0)[:3]
+    sources.flags.writeable = targets.flags.writeable = False
+    rig.storage.copy_slots(0, sources[::-1][1:], targets)
+    assert torch.equal(rig.snapshot()[0][0][[6, 5, 4]], before[0][0][[1, 2, 0]])
+
+
 def test_tiers_have_separate_numberings() -> None:
     rig = tiered("cpu")
     rig.storage.demote_slots(0, slots(HOST + 1), slots(HOST - 1))
