@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
+
 from kvcache_core.errors import invariant
-from kvcache_core.pages import PagePool
+from kvcache_core.eviction import EvictionQueue
+from kvcache_core.pages import FREE, NO_NODE, NO_PAGE, PagePool
+from kvcache_core.slots import SlotAllocator
 from kvcache_core.store import CacheStore
-from kvcache_core.tree import Node
+
+Occupied = set[tuple[int, int]]
+"""(pool group, page)."""
 
 
 def check_store(store: CacheStore) -> None:
@@ -17,90 +23,102 @@ def check_store(store: CacheStore) -> None:
     for users, counts in ((store.sequences, holders), (store.leases, leases)):
         for user in users.values():
             user.check()
-            for page in user.used_pages():
-                pool_group = store.groups[page.layer_group].pool_group
-                invariant(
-                    store.pools[pool_group].pages[page.slot] is page,
-                    f"slot {page.slot} of pool group {pool_group} belongs to another page",
-                )
-                counts[pool_group, page.slot] += 1
+            for pool_group, pages in user.used_pages():
+                counts.update((pool_group, page) for page in pages.tolist())
     in_tree = _check_tree(store)
+    announced = sum(store.in_flight.values())
+    invariant(all(count > 0 for count in store.in_flight.values()), f"in flight: {announced}")
     for pool_group, pool in enumerate(store.pools):
         _check_slots(pool)
-        for slot, occupant in enumerate(pool.pages):
-            if occupant is None:
-                continue
-            page = occupant
-            key = (pool_group, slot)
-            story = f"slot {slot} of pool group {pool_group}"
-            invariant(page.slot == slot, f"{story} holds the page of slot {page.slot}")
-            invariant(page.holders == holders[key], f"{story}: holders {page.holders}")
-            invariant(page.leases == leases[key], f"{story}: leases {page.leases}")
-            invariant(page.quarantines <= page.leases, f"{story}: quarantines {page.quarantines}")
-            invariant((page.node is not None) == (key in in_tree), f"{story}: tree disagrees")
-            is_idle = page.node is not None and not page.holders and not page.leases
-            invariant(page.cached == is_idle, f"{story}: cached {page.cached}, idle {is_idle}")
-            invariant(page.holders or page.leases or page.node, f"{story} is leaked")
+        for page, group in enumerate(pool.group.tolist()):
+            key = (pool_group, page)
+            story = f"page {page} of pool group {pool_group}"
+            known = pool.node[page] != NO_NODE
+            invariant(pool.holders[page] == holders[key], f"{story}: holders {pool.holders[page]}")
+            invariant(pool.leases[page] == leases[key], f"{story}: leases {pool.leases[page]}")
+            invariant(known == (key in in_tree), f"{story}: the tree disagrees")
+            is_idle = known and not holders[key] and not leases[key]
+            invariant(pool.cached[page] == is_idle, f"{story}: cached {pool.cached[page]}")
+            is_used = known or holders[key] > 0 or leases[key] > 0
+            invariant((group >= 0) == is_used, f"{story}: group {group}, used {is_used}")
+            invariant(
+                pool.quarantines[page] <= pool.leases[page], f"{story}: more doubts than pins"
+            )
+            if group >= 0:
+                invariant(
+                    store.groups[group].pool_group == pool_group, f"{story} is of group {group}"
+                )
 
 
 def _check_slots(pool: PagePool) -> None:
-    occupied = [page for page in pool.pages if page is not None]
-    free = [slot for start, end in pool.slots.runs() for slot in range(start, end)]
-    expected = [slot for slot, page in enumerate(pool.pages) if page is None]
-    invariant(free == expected, f"free runs {pool.slots.runs()}, unoccupied slots {expected}")
-    invariant(pool.slots.free == len(free), f"free count {pool.slots.free}, got {len(free)}")
-    queued = pool.queued()
-    invariant(
-        {page.slot for page in queued} == {page.slot for page in occupied if page.cached},
-        "the eviction queue differs from the cached pages",
-    )
-    invariant(pool.cached == len(queued), f"cached count {pool.cached}, queued {len(queued)}")
-    leased = sum(page.leases > 0 for page in occupied)
+    devices = pool.num_device_slots
+    free = np.flatnonzero(pool.group == FREE)
+    _check_free(pool.device, free[free < devices].tolist())
+    _check_free(pool.host, free[free >= devices].tolist())
+    cached = np.flatnonzero(pool.cached)
+    _check_queue(pool.device_queue, cached[cached < devices].tolist())
+    _check_queue(pool.host_queue, cached[cached >= devices].tolist())
+    leased = int(np.count_nonzero(pool.leases))
     invariant(pool.leased == leased, f"leased count {pool.leased}, got {leased}")
-    quarantined = sum(page.quarantines > 0 for page in occupied)
-    invariant(
-        pool.quarantined == quarantined,
-        f"quarantined count {pool.quarantined}, got {quarantined}",
-    )
+    doubted = int(np.count_nonzero(pool.quarantines))
+    invariant(pool.quarantined == doubted, f"quarantined count {pool.quarantined}, got {doubted}")
+    on_host = np.flatnonzero(pool.leases[devices:])
+    invariant(not len(on_host), "a transfer may touch host pages")
 
 
-def _check_tree(store: CacheStore) -> set[tuple[int, int]]:
-    """Returns (pool group, slot) of every page the tree knows."""
-    tips: Counter[int] = Counter()
-    for sequence in store.sequences.values():
-        tip = sequence.tip()
-        if tip is not None:
-            tips[id(tip)] += 1
-    seen: set[tuple[int, int]] = set()
-    nodes = store.tree.nodes()
-    reachable = [node for root in store.tree.roots() for node in store.tree.subtree(root)]
+def _check_free(slots: SlotAllocator, expected: list[int]) -> None:
+    free = [slot for start, end in slots.runs() for slot in range(start, end)]
+    invariant(free == expected, f"free runs {slots.runs()}, unoccupied slots {expected}")
+    invariant(slots.free == len(free), f"free count {slots.free}, got {len(free)}")
+
+
+def _check_queue(queue: EvictionQueue, expected: list[int]) -> None:
+    ordered = queue.ordered()
+    invariant(sorted(ordered) == expected, f"eviction queue {ordered}, cached pages {expected}")
+    invariant(queue.count == len(expected), f"cached count {queue.count}, got {len(expected)}")
+
+
+def _check_tree(store: CacheStore) -> Occupied:
+    """Returns (pool group, page) of every page the tree knows."""
+    tree = store.tree
+    tips: Counter[int] = Counter(sequence.tip() for sequence in store.sequences.values())
+    seen: Occupied = set()
+    reachable = [node for root in tree.roots() for node in tree.subtree(root)]
     invariant(
-        len(reachable) == len(nodes) + len(store.tree.roots()),
-        f"{len(reachable)} nodes below the roots, {len(nodes)} by key",
+        sorted(reachable) == sorted(tree.nodes() + tree.roots()),
+        f"{len(reachable)} blocks below the roots, {len(tree.nodes())} by key",
     )
     for node in reachable:
         _check_node(store, node)
-        invariant(node.tips == tips[id(node)], f"tips {node.tips}, got {tips[id(node)]}")
-        for group, page in enumerate(node.pages):
-            if page is not None:
-                invariant(page.node is node, f"slot {page.slot} does not know its node")
-                invariant(page.layer_group == group, f"slot {page.slot} is in another layer group")
-                seen.add((store.groups[group].pool_group, page.slot))
+        invariant(tree.tips[node] == tips[node], f"tips {tree.tips[node]}, got {tips[node]}")
+        for group, page in enumerate(tree.pages[:, node].tolist()):
+            if page != NO_PAGE:
+                pool = store.pool_of[group]
+                invariant(pool.node[page] == node, f"page {page} does not know its block")
+                invariant(pool.group[page] == group, f"page {page} is in another layer group")
+                seen.add((store.groups[group].pool_group, page))
     return seen
 
 
-def _check_node(store: CacheStore, node: Node) -> None:
-    invariant(node.attached, "a detached node is in the tree")
-    invariant(node.is_needed, "a node that nobody needs is in the tree")
-    invariant(node.child_tokens == sorted(set(node.child_tokens)), "children are not sorted")
+def _check_node(store: CacheStore, node: int) -> None:
+    tree = store.tree
+    invariant(tree.attached[node], "a detached block is in the tree")
+    invariant(tree.is_needed(node), "a block that nobody needs is in the tree")
+    children = tree.children.nodes(node)
+    tokens = [tree.tokens(child) for child in children]
+    invariant(tokens == sorted(set(tokens)), "children are not sorted")
+    invariant(tree.children.counts[node] == len(children), "children are miscounted")
+    invariant(all(tree.parent[child] == node for child in children), "a child has another parent")
+    if tree.parent[node] == NO_NODE:
+        return
+    invariant(tree.find(tree.key(node)) == node, "a block is not found by its key")
     invariant(
-        [child.tokens for child in node.child_nodes] == node.child_tokens,
-        "a child differs from its tokens",
+        tree.child(int(tree.parent[node]), tree.tokens(node))[0] == tree.key(node),
+        "a block's key is not that of its tokens",
     )
-    invariant(all(child.parent is node for child in node.child_nodes), "a child has another parent")
-    if node.parent is not None:
-        invariant(0 < node.length <= store.tokens_per_block, f"a node of {node.length} tokens")
-        is_full = node.length == store.tokens_per_block
-        invariant(is_full or not node.child_nodes, "a partial block has children")
-        missing = [group for group, vital in enumerate(store.vital) if vital]
-        invariant(all(node.pages[group] for group in missing), "a full REQUIRED page is missing")
+    length = int(tree.length[node])
+    invariant(0 < length <= store.tokens_per_block, f"a block of {length} tokens")
+    is_full = length == store.tokens_per_block
+    invariant(is_full or not children, "a partial block has children")
+    vital = [group for group, is_vital in enumerate(store.vital) if is_vital]
+    invariant((tree.pages[vital, node] != NO_PAGE).all(), "a full REQUIRED page is missing")

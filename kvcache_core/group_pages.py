@@ -1,84 +1,102 @@
-"""The pages of one sequence in one layer group, and the block table that kernels read.
+"""The pages of one sequence in one layer group: the block table that kernels read.
 
-``pages[i]`` and ``table[i]`` always agree: the page's slot, or -1 where the block has no page. A
-recurrent group has one entry, the live state.
+``table`` has the page of each block ordinal, or NO_PAGE. Pages numbered from the pool's device
+slots on lie on the host; they are brought to the device before anything is computed. A recurrent
+group has one entry, the live state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_core.errors import invariant
 from kvcache_core.groups import LayerGroup
-from kvcache_core.pages import Page
+from kvcache_core.pages import NO_PAGE, PagePool
+from kvcache_core.slots import Slots
 
-MISSING = -1
 FIRST_ROOM = 16
 
 
 class GroupPages:
-    """Growing list of pages with its int32 table.
+    """Growing block table of one layer group.
 
     ``stale_end``: sinks aside, blocks below it are dropped. ``publish_from``: blocks below it hold
     KV that was not written by this sequence's drafter and must not be published. ``unfilled``: the
-    matched prefix has no pages here yet.
+    matched prefix has no pages here yet. ``on_host``: some pages may lie on the host.
     """
 
-    __slots__ = ("_room", "_view", "group", "pages", "publish_from", "stale_end", "unfilled")
+    __slots__ = (
+        "_room",
+        "_view",
+        "group",
+        "on_host",
+        "pool",
+        "publish_from",
+        "size",
+        "stale_end",
+        "unfilled",
+    )
 
-    def __init__(self, group: LayerGroup) -> None:
+    def __init__(self, group: LayerGroup, pool: PagePool) -> None:
         self.group = group
-        self.pages: list[Page | None] = []
+        self.pool = pool
         self.stale_end = group.life_cycle.sink_blocks
         self.publish_from = 0
         self.unfilled = False
-        self._room = np.full(FIRST_ROOM, MISSING, dtype=np.int32)
-        self._view: npt.NDArray[np.int32] | None = None
+        self.on_host = False
+        self.size = 0
+        self._room = np.full(FIRST_ROOM, NO_PAGE, dtype=np.int32)
+        self._view: Slots | None = None
 
-    def append(self, pages: Sequence[Page | None]) -> None:
-        """Add blocks at the end."""
-        start = len(self.pages)
-        end = start + len(pages)
-        if end > len(self._room):
-            room = np.full(max(end, 2 * len(self._room)), MISSING, dtype=np.int32)
-            room[:start] = self._room[:start]
+    @property
+    def pages(self) -> Slots:
+        """The page of each block; writable, the room itself."""
+        return self._room[: self.size]
+
+    @property
+    def used(self) -> Slots:
+        """Every page, a copy."""
+        used: Slots = self.pages[self.pages != NO_PAGE]
+        return used
+
+    @property
+    def hosted(self) -> npt.NDArray[np.int64]:
+        """Ordinals of blocks whose pages lie on the host."""
+        return np.flatnonzero(self.pages >= self.pool.num_device_slots)
+
+    def resize(self, size: int) -> None:
+        """Have ``size`` blocks; new ones without a page."""
+        if size > len(self._room):
+            room = np.full(max(size, 2 * len(self._room)), NO_PAGE, dtype=np.int32)
+            room[: self.size] = self.pages
             self._room = room
-        self._room[start:end] = [MISSING if page is None else page.slot for page in pages]
-        self.pages.extend(pages)
-        self._view = None
+        if size != self.size:
+            self.size = size
+            self._view = None
 
-    def put(self, ordinal: int, page: Page) -> Page | None:
-        """Set the page of a block; returns the one that was there."""
-        old = self.pages[ordinal]
-        self.pages[ordinal] = page
-        self._room[ordinal] = page.slot
-        return old
+    def take(self, start: int, end: int) -> Slots:
+        """Take the pages of blocks ``[start, end)`` away, last block first."""
+        dropped = self._room[start:end]
+        pages: Slots = dropped[dropped != NO_PAGE][::-1]
+        dropped[:] = NO_PAGE
+        return pages
 
-    def drop(self, ordinal: int) -> Page | None:
-        """Take the page of a block away and return it."""
-        old = self.pages[ordinal]
-        self.pages[ordinal] = None
-        self._room[ordinal] = MISSING
-        return old
+    def before(self, ordinal: int) -> int | None:
+        """The device slot of the block before ``ordinal``, behind which the next is best."""
+        if not 0 < ordinal <= self.size:
+            return None
+        page = int(self._room[ordinal - 1])
+        return page if 0 <= page < self.pool.num_device_slots else None
 
-    def last(self, end: int) -> Page | None:
-        """The page of block ``end - 1``, where the next slot would be best."""
-        return self.pages[end - 1] if 0 < end <= len(self.pages) else None
+    def table(self) -> Slots:
+        """Slots by block ordinal, read-only; the same array until the number of blocks changes.
 
-    def table(self) -> npt.NDArray[np.int32]:
-        """Slots by block ordinal, read-only; the same array until the number of blocks changes."""
+        Blocks on the host have none yet.
+        """
         if self._view is None:
-            self._view = self._room[: len(self.pages)]
+            self._view = self._room[: self.size]
             self._view.flags.writeable = False
+        if self.on_host:
+            on_device = self._view < self.pool.num_device_slots
+            return np.where(on_device, self._view, np.int32(NO_PAGE))
         return self._view
-
-    def check(self) -> None:
-        """Raise InvariantViolation when table and pages differ."""
-        expected = [MISSING if page is None else page.slot for page in self.pages]
-        invariant(
-            self.table().tolist() == expected,
-            f"layer group {self.group.id}: table {self.table().tolist()}, pages {expected}",
-        )

@@ -36,11 +36,57 @@ def child_key(parent: bytes, packed_tokens: bytes) -> bytes:
 
 def prefix_keys(scope: bytes, tokens: Tokens, tokens_per_block: int) -> list[bytes]:
     """Keys of all full blocks of ``tokens``, in order."""
-    packed = pack_tokens(tokens)
+    prompt = Prompt(scope, tokens, tokens_per_block)
+    return prompt.keys(prompt.blocks)
+
+
+class Prompt:
+    """Tokens in a scope with the keys of their full blocks, hashed once and no further than asked.
+
+    Made where a request is first seen and handed on, so that nobody hashes it again.
+    """
+
+    __slots__ = ("_keys", "packed", "scope", "tokens_per_block")
+
+    def __init__(self, scope: bytes, tokens: Tokens, tokens_per_block: int) -> None:
+        self.scope = scope
+        self.tokens_per_block = tokens_per_block
+        self.packed = pack_tokens(tokens)
+        self._keys: list[bytes] = []
+
+    def __len__(self) -> int:
+        return len(self.packed) // TOKEN_BYTES
+
+    @property
+    def blocks(self) -> int:
+        """Full blocks."""
+        return len(self) // self.tokens_per_block
+
+    @property
+    def known(self) -> list[bytes]:
+        """The keys hashed so far; not to be changed."""
+        return self._keys
+
+    def keys(self, blocks: int) -> list[bytes]:
+        """At least the keys of the first ``blocks`` full blocks; not to be changed."""
+        keys = self._keys
+        if len(keys) < blocks:
+            key = keys[-1] if keys else root_key(self.scope)
+            extend_keys(keys, key, self.packed, len(keys), blocks, self.tokens_per_block)
+        return keys
+
+
+def extend_keys(
+    keys: list[bytes],
+    key: bytes,
+    packed: bytes | bytearray,
+    first: int,
+    end: int,
+    tokens_per_block: int,
+) -> None:
+    """Append the keys of blocks ``[first, end)`` of ``packed``, whose parent has ``key``."""
     size = tokens_per_block * TOKEN_BYTES
-    key = root_key(scope)
-    keys = []
-    for start in range(0, len(packed) - size + 1, size):
-        key = child_key(key, packed[start : start + size])
+    sha256 = hashlib.sha256
+    for start in range(first * size, end * size, size):
+        key = sha256(key + packed[start : start + size]).digest()
         keys.append(key)
-    return keys

@@ -7,17 +7,15 @@ prefix tree and stay out of circulation until a later ``release``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from enum import Enum
 
-import numpy as np
-import numpy.typing as npt
 from typing_extensions import override
 
 from kvcache_core.errors import InvariantViolation
-from kvcache_core.pages import Page
+from kvcache_core.pages import NO_NODE
+from kvcache_core.slots import Slots
 from kvcache_core.store import CacheStore, PageUser
-from kvcache_core.tree import Node
 
 
 class LeaseState(Enum):
@@ -36,20 +34,21 @@ class PageLease(PageUser):
         store: CacheStore,
         first_block: int,
         end_block: int,
-        tables: dict[int, npt.NDArray[np.int32]],
-        pages: Sequence[Page],
+        tables: Mapping[int, Slots],
+        pages: Mapping[int, Slots],
     ) -> None:
+        """``tables`` and ``pages`` are by layer group, the first with gaps, the second without."""
         self.first_block = first_block
         self.end_block = end_block
         self.state = LeaseState.ACTIVE
         self._store = store
         self._id = store.new_id()
-        self._pages = tuple(pages)
+        self._pages = dict(pages)
         self._slots = {
             view.id: tables[view.layer_group] for view in store.plan.views if view.transferable
         }
-        for page in self._pages:
-            store.pool_of[page.layer_group].pin(page)
+        for group, pinned in self._pages.items():
+            store.pool_of[group].pin(pinned)
         store.leases[self._id] = self
         store.counters.leases_opened += 1
 
@@ -58,7 +57,7 @@ class PageLease(PageUser):
         """Ids of the views it covers."""
         return tuple(self._slots)
 
-    def slots(self, view: int) -> npt.NDArray[np.int32]:
+    def slots(self, view: int) -> Slots:
         """Slots of blocks first_block..end_block in one view, -1 where the block is stale.
 
         For a recurrent view: one slot, the live state. Raises KeyError for a private view.
@@ -71,11 +70,11 @@ class PageLease(PageUser):
             raise InvariantViolation("a lease can be released only once")
         in_doubt = self.state is LeaseState.QUARANTINED
         self.state = LeaseState.RELEASED
-        for page in self._pages:
-            pool = self._store.pool_of[page.layer_group]
+        for group, pages in self._pages.items():
+            pool = self._store.pool_of[group]
             if in_doubt:
-                pool.end_quarantine(page)
-            pool.unpin(page)
+                pool.end_quarantine(pages)
+            pool.unpin(pages[::-1])
         del self._store.leases[self._id]
         self._store.counters.leases_released += 1
 
@@ -84,19 +83,21 @@ class PageLease(PageUser):
         if self.state is not LeaseState.ACTIVE:
             raise InvariantViolation(f"only an active lease can be quarantined, not {self.state}")
         self.state = LeaseState.QUARANTINED
-        for page in self._pages:
-            self._store.pool_of[page.layer_group].quarantine(page)
-            if page.node is not None:
-                self._store.lose(page)
+        for group, pages in self._pages.items():
+            pool = self._store.pool_of[group]
+            pool.quarantine(pages)
+            in_tree = pages[pool.node[pages] != NO_NODE]
+            self._store.lose(self._store.groups[group].pool_group, in_tree)
         self._store.counters.leases_quarantined += 1
 
     @override
-    def used_pages(self) -> Iterable[Page]:
-        return self._pages
+    def used_pages(self) -> Iterable[tuple[int, Slots]]:
+        for group, pages in self._pages.items():
+            yield self._store.groups[group].pool_group, pages
 
     @override
-    def tip(self) -> Node | None:
-        return None
+    def tip(self) -> int:
+        return NO_NODE
 
     @override
     def check(self) -> None:

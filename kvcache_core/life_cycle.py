@@ -22,12 +22,19 @@ class LifeCycleKind(Enum):
 
 @dataclass(frozen=True)
 class LifeCycle:
-    """Key of a layer group. ``window`` is None for full attention and for states."""
+    """Key of a layer group. ``window`` is None for full attention and for states.
+
+    ``look_ahead_tokens``: KV of a position depends on so many tokens after it, and is not reused
+    where those may differ. ``needs_hidden_states``: KV of a reused prefix cannot be made up for
+    from its tokens alone.
+    """
 
     kind: LifeCycleKind
     window: int | None
     sink_blocks: int
     policy: ReusePolicy
+    look_ahead_tokens: int = 0
+    needs_hidden_states: bool = False
 
     @classmethod
     def of(
@@ -35,10 +42,17 @@ class LifeCycle:
     ) -> LifeCycle:
         """The life cycle of one layer, its window normalised against the longest sequence."""
         if spec.is_recurrent:
-            return cls(LifeCycleKind.STATE, None, 0, spec.policy)
+            return cls(LifeCycleKind.STATE, None, 0, spec.policy, spec.look_ahead_tokens)
         window = normalized_window(spec.window, max_sequence_tokens)
         sinks = 0 if window is None else ceil_div(spec.sink_tokens, tokens_per_block)
-        return cls(LifeCycleKind.ATTENTION, window, sinks, spec.policy)
+        return cls(
+            LifeCycleKind.ATTENTION,
+            window,
+            sinks,
+            spec.policy,
+            spec.look_ahead_tokens,
+            spec.needs_hidden_states,
+        )
 
     @property
     def is_state(self) -> bool:

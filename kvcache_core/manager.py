@@ -10,68 +10,130 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvcache_core.checking import check_store
+from kvcache_core.claims import claim_limit
 from kvcache_core.counters import CacheCounters
 from kvcache_core.events import CacheEvent
-from kvcache_core.hashing import Tokens, pack_tokens
+from kvcache_core.hashing import Prompt, Tokens
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.matching import find
-from kvcache_core.pages import DEFAULT_PRIORITY, MAX_PRIORITY, MIN_PRIORITY, PoolUsage
+from kvcache_core.pages import PoolUsage
 from kvcache_core.ports import PageCopier
+from kvcache_core.priorities import DEFAULT_PRIORITIES, PagePriorities
+from kvcache_core.reuse import Reuse, look
 from kvcache_core.sequence import SequenceCache
 from kvcache_core.store import CacheStore
 
 
 class UnifiedKVCacheManager:
-    """Prefix tree and pages of all layer groups of ``plan``, with ``slots`` per pool group."""
+    """Prefix tree and pages of all layer groups of ``plan``, with ``slots`` per pool group on the
+    device and ``host_slots`` in host memory, to which pages go when the device needs room.
+    """
 
     def __init__(
-        self, plan: LayoutPlan, slots: Sequence[int], copier: PageCopier, *, incarnation: str
+        self,
+        plan: LayoutPlan,
+        slots: Sequence[int],
+        copier: PageCopier,
+        *,
+        incarnation: str,
+        host_slots: Sequence[int] = (),
     ) -> None:
         if len(slots) != len(plan.pool_groups) or any(count < 1 for count in slots):
             raise ValueError(
                 f"expected a positive slot count for each of {len(plan.pool_groups)} pool groups, "
                 f"got {tuple(slots)}"
             )
+        host_slots = tuple(host_slots) or (0,) * len(slots)
+        if len(host_slots) != len(slots) or any(count < 0 for count in host_slots):
+            raise ValueError(
+                f"expected host slots for each of {len(slots)} pool groups or none at all, "
+                f"got {host_slots}"
+            )
         self.plan = plan
         self.incarnation = incarnation
-        self._store = CacheStore(plan, slots, copier, incarnation)
+        self._store = CacheStore(plan, slots, host_slots, copier, incarnation)
+        self._dummies: tuple[int, ...] | None = None
 
     @property
     def counters(self) -> CacheCounters:
         """What happened since the start; read only."""
         return self._store.counters
 
+    def prompt(self, scope: bytes, tokens: Tokens) -> Prompt:
+        """Tokens with their block keys, hashed as far as is asked for: made once a request."""
+        return Prompt(scope, tokens, self.plan.tokens_per_block)
+
     def probe(self, scope: bytes, tokens: Tokens) -> int:
         """Tokens that :meth:`open` would reuse now. Changes nothing."""
-        store = self._store
-        root = store.tree.existing_root(scope)
-        if root is None:
-            return 0
-        packed = pack_tokens(tokens)
-        return find(store.groups, store.tokens_per_block, store.tree, root, packed).tokens
+        return self.look(self.prompt(scope, tokens)).reusable_tokens
+
+    def look(self, prompt: Prompt) -> Reuse:
+        """What of a prompt is here or on its way, and why no more of it. Changes nothing."""
+        return look(self._store, prompt)
+
+    def claim_limit(self, prompt: Prompt, max_match: int) -> int:
+        """The ``max_match`` for a request that computes its prompt here, at most ``max_match``.
+
+        Less where a drafter that needs the target's hidden states would lack its window
+        (:func:`kvcache_core.claims.claim_limit`). Changes nothing.
+        """
+        return min(max_match, claim_limit(self._store, prompt, max_match))
 
     def open(
-        self, scope: bytes, tokens: Tokens, *, max_match: int, priority: int = DEFAULT_PRIORITY
+        self,
+        scope: bytes,
+        tokens: Tokens,
+        *,
+        max_match: int,
+        priorities: PagePriorities = DEFAULT_PRIORITIES,
     ) -> SequenceCache:
         """A sequence that holds the longest reusable prefix of ``tokens``, at most ``max_match``.
 
-        Takes no pages: a partly matched last block is shared until the first grow copies it.
-        ``priority`` 0..100 says how long its pages deserve to stay cached. Raises ValueError.
+        See :meth:`open_prompt`.
+        """
+        return self.open_prompt(
+            self.prompt(scope, tokens), max_match=max_match, priorities=priorities
+        )
+
+    def open_prompt(
+        self,
+        prompt: Prompt,
+        *,
+        max_match: int,
+        priorities: PagePriorities = DEFAULT_PRIORITIES,
+    ) -> SequenceCache:
+        """A sequence that holds the longest reusable prefix of ``prompt``, at most ``max_match``.
+
+        Takes no pages: a partly matched last block is shared until the first grow copies it, pages
+        on the host are brought back by the first grow. ``priorities`` say how long its pages
+        deserve to stay cached. Raises ValueError for a negative limit or another block size.
         """
         if max_match < 0:
             raise ValueError(f"max_match must not be negative, got {max_match}")
-        if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
-            raise ValueError(f"priority must be in {MIN_PRIORITY}..{MAX_PRIORITY}, got {priority}")
         store = self._store
-        packed = pack_tokens(tokens[:max_match])
-        root = store.tree.root(scope)
-        match = find(store.groups, store.tokens_per_block, store.tree, root, packed)
+        if prompt.tokens_per_block != store.tokens_per_block:
+            raise ValueError(
+                f"expected keys of blocks of {store.tokens_per_block} tokens, got "
+                f"{prompt.tokens_per_block}"
+            )
+        root = store.tree.root(prompt.scope)
+        match = find(store.groups, store.tree, root, prompt, max_match)
         counters = store.counters
         counters.sequences_opened += 1
-        counters.queried_tokens += len(packed) // 4
+        counters.queried_tokens += min(max_match, len(prompt))
         counters.matched_tokens += match.tokens
         counters.partial_matches += match.tokens % store.tokens_per_block > 0
-        return SequenceCache.matched(store, scope, packed, match, priority)
+        return SequenceCache.matched(store, prompt, match, priorities)
+
+    def dummy_slots(self) -> tuple[int, ...]:
+        """One slot per pool group that no sequence ever has: where padding rows of a batch write.
+
+        The same slots at every call. Raises InvariantViolation when a pool has none to give at the
+        first.
+        """
+        if self._dummies is None:
+            self._dummies = self._store.reserve()
+        return self._dummies
 
     def can_hold(self, lengths: Iterable[int]) -> bool:
         """Whether sequences of these lengths (tokens with final KV) fit at once in empty pools."""
@@ -80,7 +142,7 @@ class UnifiedKVCacheManager:
             for pool_group, slots in enumerate(self.plan.resident_slots(tokens)):
                 needs[pool_group] += slots
         pools = zip(needs, self._store.pools, strict=True)
-        return all(need <= pool.slots.num_slots for need, pool in pools)
+        return all(need <= pool.num_device_slots for need, pool in pools)
 
     def available_blocks(self) -> int:
         """Blocks an allocation could get: free plus evictable, least over all pool groups."""
@@ -88,15 +150,15 @@ class UnifiedKVCacheManager:
 
     def total_blocks(self) -> int:
         """Slots of the smallest pool group."""
-        return min(pool.slots.num_slots for pool in self._store.pools)
+        return min(pool.num_device_slots for pool in self._store.pools)
 
     def free_blocks(self) -> int:
         """Slots that nothing occupies, least over all pool groups."""
-        return min(pool.slots.free for pool in self._store.pools)
+        return min(pool.device.free for pool in self._store.pools)
 
     def cached_blocks(self) -> int:
         """Evictable slots that only the prefix tree knows, most over all pool groups."""
-        return max(pool.cached for pool in self._store.pools)
+        return max(pool.device_queue.count for pool in self._store.pools)
 
     def leased_blocks(self) -> int:
         """Slots that transfers may touch, quarantined ones included, most over all pool groups."""
@@ -113,6 +175,13 @@ class UnifiedKVCacheManager:
     def take_events(self) -> list[CacheEvent]:
         """Cache events since the last call, oldest first."""
         return self._store.events.take()
+
+    def resynchronise(self) -> None:
+        """Tell the whole truth again: CacheCleared, then BlocksStored for every block there is.
+
+        For a subscriber that missed events; others read it as a cache that was emptied and filled.
+        """
+        self._store.tell_everything()
 
     def clear(self) -> None:
         """Forget all prefixes. Open sequences keep their pages but publish no more."""

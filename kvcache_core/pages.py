@@ -1,187 +1,240 @@
-"""Pages and the pools that hold them.
+"""Pages and the pools that hold them, as arrays indexed by page.
 
-A page is one slot occupied by the data of one block of one layer group. A slot is free or has
-exactly one page. A page is *in use* while sequences hold it, *leased* while transfers may touch it,
-*cached* when only the prefix tree knows it (then it is in an eviction queue), and freed when nobody
-does. Pools never decide what the tree loses: they hand out their next victim, the store drops it.
+A page is one slot occupied by the data of one block of one layer group. Pages of a pool group are
+numbered: device slots ``0 .. D-1``, then host slots ``D .. D+H-1``. A slot is free or has exactly
+one page. A page is *in use* while sequences hold it, *leased* while transfers may touch it,
+*cached* when only the prefix tree knows it (then it is in its tier's eviction queue), and freed
+when nobody does. Pools never decide what the tree loses: they name their next victims.
 """
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kvcache_core.errors import invariant
-from kvcache_core.slots import SlotAllocator
-
-if TYPE_CHECKING:
-    from kvcache_core.tree import Node
+from kvcache_core.eviction import EvictionQueue
+from kvcache_core.slots import SlotAllocator, Slots
 
 MIN_PRIORITY = 0
 DEFAULT_PRIORITY = 35
 MAX_PRIORITY = 100
-
-
-class Page:
-    """One occupied slot. ``holders`` counts sequences, ``leases`` pins, ``quarantines`` doubts."""
-
-    __slots__ = (
-        "cached",
-        "holders",
-        "layer_group",
-        "leases",
-        "node",
-        "priority",
-        "quarantines",
-        "slot",
-    )
-
-    def __init__(self, slot: int, layer_group: int, priority: int) -> None:
-        self.slot = slot
-        self.layer_group = layer_group
-        self.priority = priority
-        self.holders = 1
-        self.leases = 0
-        self.quarantines = 0
-        self.cached = False
-        self.node: Node | None = None
+NO_NODE = -1
+NO_PAGE = -1
+FREE = -1
+"""Layer group of a slot without a page."""
+RESERVED = -2
+"""Layer group of a slot that padding rows write to."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolUsage:
-    """Slots of one pool group by state. total = free + cached + in_use + pinned_only."""
+    """Device slots of one pool group by state, and its host slots."""
 
     total: int
     free: int
     cached: int
     leased: int
     quarantined: int
+    host_total: int = 0
+    host_free: int = 0
+    host_cached: int = 0
 
     @property
     def available(self) -> int:
-        """Slots that an allocation could get."""
+        """Device slots that an allocation could get."""
         return self.free + self.cached
 
     @property
     def unavailable(self) -> int:
-        """Slots that sequences hold or transfers pin."""
+        """Device slots that sequences hold or transfers pin."""
         return self.total - self.free - self.cached
 
 
 class PagePool:
-    """The pages of one pool group."""
+    """The pages of one pool group. Every array has one entry per device and host slot."""
 
-    __slots__ = ("_priorities", "_queues", "cached", "leased", "pages", "quarantined", "slots")
+    __slots__ = (
+        "cached",
+        "device",
+        "device_queue",
+        "group",
+        "holders",
+        "host",
+        "host_queue",
+        "leased",
+        "leases",
+        "node",
+        "priority",
+        "quarantined",
+        "quarantines",
+        "stamps",
+    )
 
-    def __init__(self, num_slots: int) -> None:
-        self.slots = SlotAllocator(num_slots)
-        self.pages: list[Page | None] = [None] * num_slots
-        self.cached = 0
+    def __init__(self, device_slots: int, host_slots: int) -> None:
+        total = device_slots + host_slots
+        self.device = SlotAllocator(device_slots)
+        self.host = SlotAllocator(host_slots, first=device_slots)
+        self.group = np.full(total, FREE, dtype=np.int16)
+        self.holders = np.zeros(total, dtype=np.int32)
+        self.leases = np.zeros(total, dtype=np.int32)
+        self.quarantines = np.zeros(total, dtype=np.int32)
+        self.node = np.full(total, NO_NODE, dtype=np.int32)
+        self.priority = np.zeros(total, dtype=np.uint8)
+        self.cached = np.zeros(total, dtype=np.bool_)
+        self.stamps = np.zeros(total, dtype=np.int64)
+        self.device_queue = EvictionQueue(self.cached, self.stamps)
+        self.host_queue = EvictionQueue(self.cached, self.stamps)
         self.leased = 0
         self.quarantined = 0
-        self._queues: dict[int, OrderedDict[int, Page]] = {}
-        self._priorities: list[int] = []
+
+    @property
+    def num_device_slots(self) -> int:
+        """Slots on the device; pages from this number on are on the host."""
+        return self.device.num_slots
 
     @property
     def available(self) -> int:
-        """Slots that an allocation could get: free ones and cached ones."""
-        return self.slots.free + self.cached
+        """Device slots that an allocation could get: free ones and cached ones."""
+        return self.device.free + self.device_queue.count
 
     def usage(self) -> PoolUsage:
         """Counts by state."""
         return PoolUsage(
-            total=self.slots.num_slots,
-            free=self.slots.free,
-            cached=self.cached,
+            total=self.device.num_slots,
+            free=self.device.free,
+            cached=self.device_queue.count,
             leased=self.leased,
             quarantined=self.quarantined,
+            host_total=self.host.num_slots,
+            host_free=self.host.free,
+            host_cached=self.host_queue.count,
         )
 
-    def create(self, count: int, after: int | None, layer_group: int, priority: int) -> list[Page]:
-        """New pages with one holder each; enough slots must be free."""
-        pages = [Page(slot, layer_group, priority) for slot in self.slots.take(count, after)]
-        for page in pages:
-            self.pages[page.slot] = page
+    def create(self, count: int, after: int | None, layer_group: int, priority: int) -> Slots:
+        """New device pages with one holder each; enough slots must be free."""
+        pages = self.device.take(count, after)
+        self.group[pages] = layer_group
+        self.holders[pages] = 1
+        self.priority[pages] = priority
         return pages
 
-    def hold(self, page: Page) -> None:
-        """One more sequence uses ``page``."""
-        if page.cached:
-            self._dequeue(page)
-        page.holders += 1
+    def reserve(self) -> int:
+        """Take one free device slot out of circulation for good."""
+        slot = int(self.device.take(1)[0])
+        self.group[slot] = RESERVED
+        return slot
 
-    def release(self, page: Page) -> None:
-        """One sequence less uses ``page``."""
-        invariant(page.holders > 0, f"page in slot {page.slot} has no holder to release")
-        page.holders -= 1
-        self._settle(page)
+    def hold(self, pages: Slots) -> None:
+        """One more sequence uses each of ``pages``, which are distinct."""
+        self._uncache(pages)
+        self.holders[pages] += 1
 
-    def pin(self, page: Page) -> None:
-        """One more transfer may touch ``page``."""
-        if page.cached:
-            self._dequeue(page)
-        page.leases += 1
-        self.leased += page.leases == 1
+    def release(self, pages: Slots) -> None:
+        """One sequence less uses each of ``pages``; given deepest block first, which is the order
+        in which they are lost.
+        """
+        holders = self.holders[pages] - 1
+        invariant((holders >= 0).all(), f"one of the pages {pages.tolist()} has no holder")
+        self.holders[pages] = holders
+        self.settle(pages)
 
-    def unpin(self, page: Page) -> None:
-        """One transfer less may touch ``page``."""
-        invariant(page.leases > 0, f"page in slot {page.slot} has no lease to end")
-        page.leases -= 1
-        self.leased -= page.leases == 0
-        self._settle(page)
+    def pin(self, pages: Slots) -> None:
+        """One more transfer may touch each of ``pages``."""
+        self._uncache(pages)
+        leases = self.leases[pages] + 1
+        self.leases[pages] = leases
+        self.leased += int(np.count_nonzero(leases == 1))
 
-    def quarantine(self, page: Page) -> None:
-        """A pinned page is now in doubt."""
-        page.quarantines += 1
-        self.quarantined += page.quarantines == 1
+    def unpin(self, pages: Slots) -> None:
+        """One transfer less may touch each of ``pages``."""
+        leases = self.leases[pages] - 1
+        invariant((leases >= 0).all(), f"one of the pages {pages.tolist()} has no lease")
+        self.leases[pages] = leases
+        self.leased -= int(np.count_nonzero(leases == 0))
+        self.settle(pages)
 
-    def end_quarantine(self, page: Page) -> None:
-        """The doubt is over; the pin is ended separately."""
-        page.quarantines -= 1
-        self.quarantined -= page.quarantines == 0
+    def quarantine(self, pages: Slots) -> None:
+        """Pinned pages are now in doubt."""
+        doubts = self.quarantines[pages] + 1
+        self.quarantines[pages] = doubts
+        self.quarantined += int(np.count_nonzero(doubts == 1))
 
-    def forget(self, page: Page) -> None:
-        """The tree no longer knows ``page``."""
-        page.node = None
-        if page.cached:
-            self._dequeue(page)
-        self._settle(page)
+    def end_quarantine(self, pages: Slots) -> None:
+        """The doubt is over; the pins are ended separately."""
+        doubts = self.quarantines[pages] - 1
+        self.quarantines[pages] = doubts
+        self.quarantined -= int(np.count_nonzero(doubts == 0))
 
-    def victim(self) -> Page:
-        """The cached page to lose next: lowest priority, then least recently used."""
-        invariant(self.cached > 0, "no cached page to evict")
-        return next(iter(self._queues[self._priorities[0]].values()))
+    def forget(self, pages: Slots) -> None:
+        """The tree no longer knows ``pages``."""
+        self._uncache(pages)
+        self.node[pages] = NO_NODE
+        self.settle(pages)
 
-    def queued(self) -> list[Page]:
-        """All cached pages, next victim first. For checks."""
-        return [page for level in self._priorities for page in self._queues[level].values()]
+    def put_on_host(self, pages: Slots, targets: Slots) -> None:
+        """The cached device pages ``pages`` now lie in the host slots ``targets``, as cached."""
+        for array in (self.group, self.priority, self.node):
+            array[targets] = array[pages]
+        self.node[pages] = NO_NODE
+        self.device_queue.remove(pages)
+        self.host_queue.push(targets, self.priority[targets])
+        self._free(pages)
 
-    def _settle(self, page: Page) -> None:
-        if page.holders or page.leases or page.cached:
+    def is_private(self, pages: Slots) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """True for each page that one sequence alone knows."""
+        alone: np.ndarray[tuple[int], np.dtype[np.bool_]] = (self.holders[pages] == 1) & (
+            self.node[pages] == NO_NODE
+        )
+        return alone
+
+    def is_writable(self, pages: Slots) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """True for each page that is private and on the device."""
+        writable: np.ndarray[tuple[int], np.dtype[np.bool_]] = self.is_private(pages) & (
+            pages < self.device.num_slots
+        )
+        return writable
+
+    def move(self, sources: Slots, targets: Slots) -> None:
+        """The tree has ``targets`` in place of ``sources``, which are used by sequences both."""
+        self.node[targets] = self.node[sources]
+        self.priority[targets] = np.maximum(self.priority[sources], self.priority[targets])
+        self.node[sources] = NO_NODE
+
+    def settle(self, pages: Slots) -> None:
+        """Cache what only the tree knows, free what nobody does."""
+        idle = pages[(self.holders[pages] == 0) & (self.leases[pages] == 0) & ~self.cached[pages]]
+        if not len(idle):
             return
-        if page.node is not None:
-            self._enqueue(page)
+        in_tree = self.node[idle] != NO_NODE
+        if in_tree.all():
+            self._cache(idle)
             return
-        invariant(self.pages[page.slot] is page, f"slot {page.slot} does not hold its page")
-        self.pages[page.slot] = None
-        self.slots.give(page.slot)
+        self._cache(idle[in_tree])
+        self._free(idle[~in_tree])
 
-    def _enqueue(self, page: Page) -> None:
-        queue = self._queues.get(page.priority)
-        if queue is None:
-            queue = self._queues[page.priority] = OrderedDict()
-            insort(self._priorities, page.priority)
-        queue[page.slot] = page
-        page.cached = True
-        self.cached += 1
+    def _cache(self, pages: Slots) -> None:
+        on_host = pages >= self.device.num_slots
+        if not on_host.any():
+            self.device_queue.push(pages, self.priority[pages])
+            return
+        for queue, members in (
+            (self.device_queue, pages[~on_host]),
+            (self.host_queue, pages[on_host]),
+        ):
+            queue.push(members, self.priority[members])
 
-    def _dequeue(self, page: Page) -> None:
-        queue = self._queues[page.priority]
-        del queue[page.slot]
-        if not queue:
-            del self._queues[page.priority]
-            self._priorities.remove(page.priority)
-        page.cached = False
-        self.cached -= 1
+    def _uncache(self, pages: Slots) -> None:
+        cached = pages[self.cached[pages]]
+        if not len(cached):
+            return
+        on_host = cached >= self.device.num_slots
+        self.device_queue.remove(cached[~on_host])
+        self.host_queue.remove(cached[on_host])
+
+    def _free(self, pages: Slots) -> None:
+        self.group[pages] = FREE
+        on_host = pages >= self.device.num_slots
+        self.device.give(pages[~on_host])
+        self.host.give(pages[on_host])

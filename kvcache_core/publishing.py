@@ -8,47 +8,101 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from kvcache_core.errors import invariant
 from kvcache_core.group_pages import GroupPages
-from kvcache_core.pages import Page
+from kvcache_core.hashing import TOKEN_BYTES
+from kvcache_core.pages import NO_NODE, NO_PAGE
+from kvcache_core.slots import Slots
 from kvcache_core.spec import ReusePolicy
 from kvcache_core.store import CacheStore
-from kvcache_core.tree import Node
 
 
-def publish_block(
-    store: CacheStore, parent: Node, tokens: bytes, ordinal: int, groups: Sequence[GroupPages]
-) -> tuple[Node, bool]:
-    """Publish one full block below ``parent``; returns its node and whether it is new."""
-    key, node = store.tree.child(parent, tokens)
-    is_new = node is None
-    if node is None:
-        node = store.tree.insert(parent, key, tokens)
+def publish_blocks(
+    store: CacheStore,
+    parent: int,
+    keys: Sequence[bytes],
+    packed: bytes,
+    first: int,
+    groups: Sequence[GroupPages],
+) -> int:
+    """Publish the full blocks ``first ..`` with these keys and tokens below ``parent``; returns
+    the last one's node.
+    """
+    known: list[int] = []
+    for key in keys:
+        node = store.tree.find(key)
+        if node is None:
+            break
+        known.append(node)
+    if known:
+        nodes = np.array(known, dtype=np.int32)
+        _share(store, nodes, first, groups)
+        parent = known[-1]
+    count = len(known)
+    if count == len(keys):
+        return parent
+    size = store.tokens_per_block * TOKEN_BYTES
+    above = store.tree.key(parent)
+    nodes = store.tree.insert_chain(parent, keys[count:], packed[count * size :])
     for pages in groups:
-        group = pages.group
-        if group.life_cycle.is_state or not _may_publish(pages, ordinal):
-            continue
-        own, theirs = pages.pages[ordinal], node.pages[group.id]
-        if theirs is None:
-            if own is not None and own.node is None:
-                store.publish(own, node)
-        elif own is not None and own is not theirs:
-            store.hold(theirs)
-            pages.put(ordinal, theirs)
-            store.release(own)
-            store.counters.pages_rebased += 1
-    if is_new:
-        missing = [
-            group.id for group in store.groups if store.vital[group.id] and not node.pages[group.id]
-        ]
-        invariant(not missing, f"block {ordinal} was committed twice with other tokens: {missing}")
-        store.remove_covered(node)
-    return node, is_new
+        _give(store, pages, nodes, first + count)
+    store.remove_covered(int(nodes[0]))
+    store.counters.blocks_stored += len(nodes)
+    store.events.stored(above, keys[count:])
+    return int(nodes[-1])
+
+
+def _share(store: CacheStore, nodes: Slots, first: int, groups: Sequence[GroupPages]) -> None:
+    """Use the tree's pages of blocks it has, give it those it lacks."""
+    for pages in groups:
+        pool, group = pages.pool, pages.group
+        places, own = _publishable(pages, first, len(nodes))
+        theirs = store.tree.pages[group.id, nodes[places]]
+        is_new = pool.node[own] == NO_NODE
+        on_host = (theirs >= pool.num_device_slots) & is_new & (own < pool.num_device_slots)
+        if on_host.any():  # the page at hand is the better one
+            store.tree.pages[group.id, nodes[places[on_host]]] = NO_PAGE
+            pool.forget(theirs[on_host])
+            theirs[on_host] = NO_PAGE
+        other = (theirs != NO_PAGE) & (theirs != own)
+        if other.any():
+            pool.hold(theirs[other])
+            pages.pages[first + places[other]] = theirs[other]
+            pool.release(own[other][::-1])
+            store.counters.pages_rebased += int(np.count_nonzero(other))
+        lacking = (theirs == NO_PAGE) & is_new
+        if lacking.any():
+            store.publish(group, own[lacking], nodes[places[lacking]])
+
+
+def _give(store: CacheStore, pages: GroupPages, nodes: Slots, first: int) -> None:
+    """Publish the pages of new blocks."""
+    places, own = _publishable(pages, first, len(nodes))
+    if store.vital[pages.group.id]:
+        invariant(len(places) == len(nodes), f"blocks from {first} on lack pages to publish")
+    store.publish(pages.group, own, nodes[places])
+
+
+def _publishable(
+    pages: GroupPages, first: int, count: int
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], Slots]:
+    """Which of the blocks ``first .. first + count`` have pages that may be published, counted
+    from ``first``, and those pages.
+    """
+    if pages.group.life_cycle.policy is ReusePolicy.PRIVATE:
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
+    span = pages.pages[first : first + count]
+    wanted = span != NO_PAGE
+    wanted[: max(0, pages.publish_from - first)] = False
+    places = np.flatnonzero(wanted)
+    return places, span[places]
 
 
 def publish_tail(
     store: CacheStore,
-    parent: Node,
+    parent: int,
     tokens: bytes,
     ordinal: int,
     groups: Sequence[GroupPages],
@@ -57,41 +111,54 @@ def publish_tail(
 
     ``groups`` may hold recurrent ones whose live state is exactly at the end of ``tokens``.
     """
-    owned = [(pages, _private_page(pages, ordinal)) for pages in groups]
-    has_state = any(pages.group.life_cycle.is_state and page for pages, page in owned)
+    owned = [(pages, own_page(pages, ordinal)) for pages in groups]
+    has_state = any(pages.group.life_cycle.is_state and page != NO_PAGE for pages, page in owned)
     if store.tree.covers(parent, tokens) and not has_state:
         return
+    publish_partial(store, parent, tokens, owned)
+
+
+def publish_partial(
+    store: CacheStore, parent: int, tokens: bytes, owned: Sequence[tuple[GroupPages, int]]
+) -> bool:
+    """Publish ``tokens`` as a partial block with these pages, NO_PAGE where a group has none.
+
+    False when the block lacks a page without which it is useless.
+    """
     key, node = store.tree.child(parent, tokens)
     if node is None:
-        if any(page is None and store.vital[pages.group.id] for pages, page in owned):
-            return
+        if any(page == NO_PAGE and store.vital[pages.group.id] for pages, page in owned):
+            return False
         node = store.tree.insert(parent, key, tokens)
     for pages, page in owned:
-        if page is not None and node.pages[pages.group.id] is None:
-            store.publish(page, node)
+        if page != NO_PAGE and store.tree.pages[pages.group.id, node] == NO_PAGE:
+            store.publish(pages.group, _one(page), _one(node))
     store.remove_covered(node)
     store.prune(node)
+    return True
 
 
-def publish_state(store: CacheStore, node: Node, groups: Sequence[GroupPages]) -> None:
+def publish_state(store: CacheStore, node: int, groups: Sequence[GroupPages]) -> None:
     """Publish live states that are exactly at the end of the full block ``node``."""
+    if store.tree.parent[node] == NO_NODE:
+        return
     for pages in groups:
-        page = _private_page(pages, 0)
-        is_recurrent = pages.group.life_cycle.is_state and node.parent is not None
-        if is_recurrent and page is not None and node.pages[pages.group.id] is None:
-            store.publish(page, node)
+        page = own_page(pages, 0)
+        if page != NO_PAGE and store.tree.pages[pages.group.id, node] == NO_PAGE:
+            store.publish(pages.group, _one(page), _one(node))
 
 
-def _private_page(pages: GroupPages, ordinal: int) -> Page | None:
-    """The page of a block if it is this sequence's alone and may be published."""
+def own_page(pages: GroupPages, ordinal: int) -> int:
+    """The page of a block if it is this sequence's alone and may be published, else NO_PAGE."""
     index = 0 if pages.group.life_cycle.is_state else ordinal
-    if index >= len(pages.pages) or not _may_publish(pages, index):
-        return None
-    page = pages.pages[index]
-    return page if page is not None and page.node is None and page.holders == 1 else None
+    is_private_group = pages.group.life_cycle.policy is ReusePolicy.PRIVATE
+    if index >= pages.size or is_private_group or index < pages.publish_from:
+        return NO_PAGE
+    page = int(pages.pages[index])
+    if page == NO_PAGE or not pages.pool.is_private(_one(page))[0]:
+        return NO_PAGE
+    return page
 
 
-def _may_publish(pages: GroupPages, ordinal: int) -> bool:
-    if pages.group.life_cycle.policy is ReusePolicy.PRIVATE:
-        return False
-    return ordinal >= pages.publish_from
+def _one(number: int) -> Slots:
+    return np.array([number], dtype=np.int32)

@@ -8,28 +8,30 @@ read. All methods belong to the thread that owns the manager.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
 from kvcache_core.errors import InvariantViolation, invariant
-from kvcache_core.hashing import TOKEN_BYTES, Tokens, pack_tokens
+from kvcache_core.hashing import TOKEN_BYTES, Prompt, Tokens, extend_keys, pack_tokens
 from kvcache_core.lease import PageLease
 from kvcache_core.matching import Match, find
-from kvcache_core.pages import Page
-from kvcache_core.publishing import publish_block, publish_state, publish_tail
+from kvcache_core.pages import NO_NODE, NO_PAGE
+from kvcache_core.priorities import PagePriorities
+from kvcache_core.publishing import publish_blocks, publish_state, publish_tail
 from kvcache_core.sequence_pages import SequencePages, blocks_for
+from kvcache_core.slots import Slots
+from kvcache_core.snapshots import PendingSnapshot
 from kvcache_core.spec import ReusePolicy
 from kvcache_core.store import CacheStore, PageUser
-from kvcache_core.tree import Node
 
 
 class SequenceCache(PageUser):
     """Made by the manager's ``open`` and by :meth:`fork`; ends with :meth:`close`."""
 
-    def __init__(self, store: CacheStore, scope: bytes, priority: int) -> None:
+    def __init__(self, store: CacheStore, prompt: Prompt, priorities: PagePriorities) -> None:
         self.matched_tokens = 0
         self.committed = 0
         self.history = 0
@@ -37,24 +39,28 @@ class SequenceCache(PageUser):
         self.is_closed = False
         self.is_suspended = False
         self._store = store
-        self._scope = scope
-        self._priority = priority
+        self._prompt: Prompt | None = prompt
+        """What the request began with, while all that is committed is a part of it."""
+        self._scope = prompt.scope
+        self._priorities = priorities
         self._id = store.new_id()
         self._tokens = bytearray()
-        self._tip: Node | None = None
-        self._pages = SequencePages(store, priority)
+        self._tip = NO_NODE
+        self._pages = SequencePages(store, priorities)
         self._has_own_tail = False
         """Whether commit() has put tokens into the partial last block."""
-        self._pending_snapshot: Page | None = None
+        self._snapshot: PendingSnapshot | None = None
+        self._announced: list[bytes] = []
+        """Keys of blocks it has said it will compute, not committed yet."""
         store.sequences[self._id] = self
 
     @classmethod
     def matched(
-        cls, store: CacheStore, scope: bytes, packed: bytes, match: Match, priority: int
+        cls, store: CacheStore, prompt: Prompt, match: Match, priorities: PagePriorities
     ) -> SequenceCache:
         """A sequence that holds ``match``. For the manager."""
-        sequence = cls(store, scope, priority)
-        sequence._attach(packed, match)
+        sequence = cls(store, prompt, priorities)
+        sequence._attach(prompt.packed, match)
         sequence.matched_tokens = match.tokens
         return sequence
 
@@ -67,6 +73,16 @@ class SequenceCache(PageUser):
     def blocks(self) -> int:
         """Blocks in the block tables."""
         return self._pages.blocks
+
+    @property
+    def is_resident(self) -> bool:
+        """False while a matched page lies on the host; grow and prefetch bring it back."""
+        return self._pages.is_resident
+
+    def extent(self, group: int) -> int:
+        """One more than the last block ordinal with a page; blocks before it may be stale."""
+        places = np.flatnonzero(self._pages.groups[group].pages != NO_PAGE)
+        return int(places[-1]) + 1 if len(places) else 0
 
     @property
     def reused_groups(self) -> tuple[int, ...]:
@@ -109,6 +125,23 @@ class SequenceCache(PageUser):
         """
         return self._extend(capacity, capacity)
 
+    def prefetch(self) -> bool:
+        """Bring matched pages back from the host before they are needed; False if short of room."""
+        return self._extend(self.capacity, self.committed)
+
+    def announce(self, prompt: Prompt) -> None:
+        """Say that this sequence will compute the full blocks of ``prompt``, so that others with
+        the same prefix may wait for them. Over when they are committed, or with the sequence.
+        Nothing is said by a sequence that publishes no more.
+        """
+        self._check_usable()
+        self._retract()
+        if not self._publishes:
+            return
+        first = self.committed // self._store.tokens_per_block
+        self._announced = prompt.keys(prompt.blocks)[first : prompt.blocks]
+        self._store.in_flight.update(self._announced)
+
     def advance(self, history: int) -> None:
         """KV is final up to ``history``; windowed groups drop blocks that are stale and committed.
 
@@ -130,14 +163,17 @@ class SequenceCache(PageUser):
         """
         self._check_usable()
         packed = pack_tokens(tokens)
-        committed = self.committed + len(packed) // TOKEN_BYTES
+        start, committed = self.committed, self.committed + len(packed) // TOKEN_BYTES
         if committed > self.history:
             raise ValueError(f"tokens up to {committed} are not final; history is {self.history}")
-        first = self.committed // self._store.tokens_per_block
+        if self._prompt is not None:
+            known = self._prompt.packed[start * TOKEN_BYTES : committed * TOKEN_BYTES]
+            self._prompt = self._prompt if known == packed else None
         self._tokens += packed
         self.committed = committed
         self._has_own_tail = self._has_own_tail or bool(packed)
-        self._publish_blocks(first, committed // self._store.tokens_per_block)
+        size = self._store.tokens_per_block
+        self._publish_blocks(start // size, committed // size)
         self._pages.drop_stale(committed)
 
     def rewind(self, history: int) -> None:
@@ -158,7 +194,9 @@ class SequenceCache(PageUser):
         pages = self._pages.fork(self.history)
         if pages is None:
             return None
-        child = SequenceCache(self._store, self._scope, self._priority)
+        prompt = Prompt(self._scope, (), self._store.tokens_per_block)
+        child = SequenceCache(self._store, prompt, self._priorities)
+        child._prompt = self._prompt
         child._pages = pages
         child._tokens = bytearray(self._tokens)
         child._has_own_tail = self._has_own_tail
@@ -186,9 +224,10 @@ class SequenceCache(PageUser):
         if not self.is_suspended or self.is_closed:
             raise InvariantViolation("only a suspended sequence can resume")
         store, packed, wanted = self._store, bytes(self._tokens), self.history
+        prompt = Prompt(self._scope, self.tokens, store.tokens_per_block)
         root = store.tree.root(self._scope)
         self.is_suspended = False
-        self._attach(packed, find(store.groups, store.tokens_per_block, store.tree, root, packed))
+        self._attach(packed, find(store.groups, store.tree, root, prompt, len(prompt)))
         if self._extend(max(wanted, self.history), self.committed):
             store.counters.sequences_resumed += 1
             return True
@@ -215,9 +254,11 @@ class SequenceCache(PageUser):
     def lease(self, first_block: int, end_block: int) -> PageLease:
         """Pin blocks ``[first_block, end_block)`` of every transferable view, and live states.
 
-        The lease survives close. Raises ValueError for blocks without pages.
+        The lease survives close. Raises ValueError for blocks without pages, or on the host.
         """
         self._check_usable()
+        if not self._pages.is_resident:
+            raise ValueError("pages of this sequence lie on the host; grow or prefetch first")
         if not 0 <= first_block <= end_block <= self._pages.blocks:
             raise ValueError(
                 f"blocks {first_block}..{end_block} are not within the sequence's "
@@ -229,55 +270,57 @@ class SequenceCache(PageUser):
     def acquire_snapshot_slot(self) -> int | None:
         """A slot into which kernels write the recurrent state of a coming commit; None if full.
 
-        Raises InvariantViolation unless exactly one recurrent group is shared.
+        The same slot until it is committed or released. Raises InvariantViolation unless exactly
+        one recurrent group is shared.
         """
         self._check_usable()
-        shared = [
-            pages
-            for pages in self._pages.states
-            if pages.group.life_cycle.policy is not ReusePolicy.PRIVATE
-        ]
-        invariant(len(shared) == 1, f"expected one shared recurrent group, got {len(shared)}")
-        if self._pending_snapshot is None:
-            made = self._pages.allocate([(shared[0], [(0, None)])])
-            if made is None:
-                return None
-            self._pending_snapshot = made[0][0]
-        return self._pending_snapshot.slot
+        if self._snapshot is None:
+            self._snapshot = PendingSnapshot.acquire(self._store, self._pages)
+        return self.pending_snapshot_slot
+
+    @property
+    def pending_snapshot_slot(self) -> int | None:
+        """The slot acquired for a coming snapshot."""
+        return None if self._snapshot is None else self._snapshot.slot
 
     def release_snapshot_slot(self) -> None:
         """Give a pending snapshot up; nothing happens without one."""
-        page, self._pending_snapshot = self._pending_snapshot, None
-        self._pages.release(page)
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is not None:
+            snapshot.release()
 
     def commit_with_snapshot(self, tokens: Tokens) -> bool:
-        """Commit, and publish the pending snapshot at the new committed length.
+        """Commit, and publish the pending snapshot at the new committed length, in a block or not.
 
-        False when no snapshot was recorded (not at a block boundary, or the block has one); the
-        pending slot is given up either way. Raises InvariantViolation without a pending slot.
+        False when no snapshot was recorded: the block has one, publishing has stopped, or pages
+        for the copy of a partial block are missing. The pending slot is given up either way.
+        Raises InvariantViolation without a pending slot.
         """
-        page = self._pending_snapshot
-        if page is None:
+        if self._snapshot is None:
             raise InvariantViolation("no pending snapshot; acquire a slot first")
+        is_recorded = False
         try:
             self.commit(tokens)
-            node = self._tip
-            is_aligned = self.committed % self._store.tokens_per_block == 0 and self.committed > 0
-            if node is None or not node.attached or not is_aligned or node.pages[page.layer_group]:
-                return False
-            self._store.publish(page, node)
-            self._store.counters.snapshots_recorded += 1
-            return True
+            partial = self.committed % self._store.tokens_per_block
+            tail = bytes(self._tokens[len(self._tokens) - partial * TOKEN_BYTES :])
+            if self._publishes and self.committed:
+                is_recorded = self._snapshot.publish(self._pages, self._tip, self.committed, tail)
         finally:
             self.release_snapshot_slot()
+        counters = self._store.counters
+        counters.snapshots_recorded += is_recorded
+        counters.snapshots_skipped += not is_recorded
+        return is_recorded
 
     @override
-    def used_pages(self) -> Iterable[Page]:
-        pages = self._pages.used()
-        return pages if self._pending_snapshot is None else [*pages, self._pending_snapshot]
+    def used_pages(self) -> Iterable[tuple[int, Slots]]:
+        for pages in self._pages.groups:
+            yield pages.group.pool_group, pages.used
+        if self._snapshot is not None:
+            yield self._snapshot.used_page()
 
     @override
-    def tip(self) -> Node | None:
+    def tip(self) -> int:
         return self._tip
 
     @override
@@ -287,7 +330,8 @@ class SequenceCache(PageUser):
             f"committed {self.committed}, history {self.history}, {len(self._tokens)} token bytes",
         )
         if self.is_suspended:
-            invariant(not self._pages.used(), "a suspended sequence holds pages")
+            held = sum(len(pages) for _, pages in self.used_pages())
+            invariant(not held, "a suspended sequence holds pages")
             return
         invariant(
             self.history <= self.capacity <= self._pages.blocks * self._store.tokens_per_block,
@@ -300,7 +344,12 @@ class SequenceCache(PageUser):
             state = "closed" if self.is_closed else "suspended"
             raise InvariantViolation(f"this sequence is {state}")
 
-    def _set_tip(self, node: Node | None) -> None:
+    @property
+    def _publishes(self) -> bool:
+        """False once its place in the tree is lost."""
+        return self._tip != NO_NODE and bool(self._store.tree.attached[self._tip])
+
+    def _set_tip(self, node: int) -> None:
         old, self._tip = self._tip, node
         self._store.move_tip(old, node)
 
@@ -310,7 +359,7 @@ class SequenceCache(PageUser):
         self.committed = self.history = self.capacity = match.tokens
         self._has_own_tail = False
         full = match.tokens // self._store.tokens_per_block
-        self._set_tip(match.blocks[full - 1] if full else self._store.tree.root(self._scope))
+        self._set_tip(int(match.nodes[full - 1]) if full else self._store.tree.root(self._scope))
         self._pages.attach(match)
 
     def _extend(self, capacity: int, live_at: int) -> bool:
@@ -329,29 +378,41 @@ class SequenceCache(PageUser):
             return
         self._pages.private_from = max(self._pages.private_from, end)
         self._has_own_tail = self.committed % self._store.tokens_per_block > 0
-        node = self._tip
-        if node is None or not node.attached:
+        self._retract_first(end - first)
+        if not self._publishes:
             return
         size = self._store.tokens_per_block * TOKEN_BYTES
-        stored: list[bytes] = []
-        parent = node.key
-        for ordinal in range(first, end):
-            tokens = bytes(self._tokens[ordinal * size : (ordinal + 1) * size])
-            groups = self._pages.attention
-            node, is_new = publish_block(self._store, node, tokens, ordinal, groups)
-            if is_new:
-                stored.append(node.key)
-            else:
-                parent = node.key
-        if stored:
-            self._store.counters.blocks_stored += len(stored)
-            self._store.events.stored(parent, stored)
+        packed = bytes(self._tokens[first * size : end * size])
+        keys = self._keys(first, end, packed)
+        node = publish_blocks(self._store, self._tip, keys, packed, first, self._pages.attention)
         self._set_tip(node)
+
+    def _keys(self, first: int, end: int, packed: bytes) -> Sequence[bytes]:
+        """Keys of blocks ``[first, end)``, those of the prompt as far as it goes."""
+        if self._prompt is not None and end <= self._prompt.blocks:
+            return self._prompt.keys(end)[first:end]
+        keys: list[bytes] = []
+        above, size = self._store.tree.key(self._tip), self._store.tokens_per_block
+        extend_keys(keys, above, packed, 0, end - first, size)
+        return keys
+
+    def _retract(self) -> None:
+        """Nothing is announced any more."""
+        self._retract_first(len(self._announced))
+
+    def _retract_first(self, count: int) -> None:
+        """The first announced blocks are there, or will not come."""
+        in_flight = self._store.in_flight
+        for key in self._announced[:count]:
+            in_flight[key] -= 1
+            if not in_flight[key]:
+                del in_flight[key]
+        del self._announced[:count]
 
     def _publish_end(self) -> None:
         """Publish the partial last block, and live states that stand exactly at its end."""
         node = self._tip
-        if node is None or not node.attached:
+        if not self._publishes:
             return
         full, partial = divmod(self.committed, self._store.tokens_per_block)
         states = self._pages.states if self.history == self.committed else ()
@@ -362,7 +423,8 @@ class SequenceCache(PageUser):
             publish_tail(self._store, node, tail, full, (*self._pages.attention, *states))
 
     def _release_all(self) -> None:
+        self._retract()
         self.release_snapshot_slot()
         self._pages.release_all()
-        self._pages = SequencePages(self._store, self._priority)
-        self._set_tip(None)
+        self._pages = SequencePages(self._store, self._priorities)
+        self._set_tip(NO_NODE)

@@ -7,6 +7,7 @@ then do tables change. Blocks from ``private_from`` on are this sequence's alone
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,54 +16,84 @@ from kvcache_core.arithmetic import ceil_div
 from kvcache_core.errors import invariant
 from kvcache_core.group_pages import GroupPages
 from kvcache_core.matching import Match
-from kvcache_core.pages import Page
+from kvcache_core.pages import NO_PAGE
+from kvcache_core.priorities import PagePriorities
+from kvcache_core.slots import Slots
 from kvcache_core.spec import ReusePolicy
 from kvcache_core.store import CacheStore
 
-Fresh = tuple[int, Page | None]
-"""A block that gets a new page, and the page whose bytes it starts with."""
+Ordinals = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """Blocks of one group that get new pages, ascending, and the pages whose bytes they start
+    with, NO_PAGE for none.
+    """
+
+    pages: GroupPages
+    ordinals: Ordinals
+    sources: Slots
 
 
 class SequencePages:
     """``blocks`` ordinals with pages in each attention group; one live state in each recurrent."""
 
-    def __init__(self, store: CacheStore, priority: int) -> None:
+    def __init__(self, store: CacheStore, priorities: PagePriorities) -> None:
         self._store = store
-        self._priority = priority
-        self.groups = tuple(GroupPages(group) for group in store.groups)
+        self._priorities = priorities
+        self.groups = tuple(
+            GroupPages(group, pool) for group, pool in zip(store.groups, store.pool_of, strict=True)
+        )
         self.attention = tuple(g for g in self.groups if not g.group.life_cycle.is_state)
         self.states = tuple(g for g in self.groups if g.group.life_cycle.is_state)
         self._windowed = tuple(g for g in self.attention if not g.group.life_cycle.is_full)
         self.blocks = 0
         self.private_from = 0
         self._is_unfilled = False
+        self._on_host = False
+
+    @property
+    def is_resident(self) -> bool:
+        """True when every page lies on the device."""
+        return not self._on_host
 
     def attach(self, match: Match) -> None:
         """Hold the pages of a match; there are none before."""
         store = self._store
-        self.blocks = self.private_from = len(match.blocks)
+        self.blocks = self.private_from = len(match.nodes)
+        hosted = np.zeros(self.blocks, dtype=np.bool_)
         for pages in self.groups:
             cycle, index = pages.group.life_cycle, pages.group.id
             if not match.complete[index]:
-                pages.append([None] * (0 if cycle.is_state else self.blocks))
+                pages.resize(0 if cycle.is_state else self.blocks)
                 self._mark_unfilled(pages)
                 continue
-            nodes = match.blocks[-1:] if cycle.is_state else match.blocks
-            held = [node.pages[index] for node in nodes]
+            nodes = match.nodes[-1:] if cycle.is_state else match.nodes
+            pages.resize(len(nodes))
+            held = store.tree.pages[index, nodes]
             start, end = cycle.stale_range(match.tokens, store.tokens_per_block)
-            held[start:end] = [None] * (end - start)
+            held[start:end] = NO_PAGE
             pages.stale_end = max(pages.stale_end, end)
-            for page in held:
-                if page is not None:
-                    store.hold(page)
-                    page.priority = max(page.priority, self._priority)
-            pages.append(held)
+            pages.pages[:] = held
+            used = held[held != NO_PAGE]
+            pages.pool.hold(used)
+            pages.pool.priority[used] = np.maximum(
+                pages.pool.priority[used], self._priorities.of(pages.group)
+            )
+            on_host = held >= pages.pool.num_device_slots
+            pages.on_host = bool(on_host.any())
+            self._on_host = self._on_host or pages.on_host
+            hosted[-1 if cycle.is_state else 0 :] |= on_host
+        size = store.tokens_per_block
+        lengths = np.minimum(match.tokens - size * np.arange(self.blocks), size)
+        store.counters.host_matched_tokens += int(lengths[hosted].sum())
 
     def decline(self, group: int) -> None:
         """Give the matched pages of one group up, to be written anew."""
         pages = self.groups[group]
-        for ordinal in reversed(range(len(pages.pages))):
-            self.release(pages.drop(ordinal))
+        pages.pool.release(pages.take(0, pages.size))
+        pages.on_host = False
         self._mark_unfilled(pages)
 
     def _mark_unfilled(self, pages: GroupPages) -> None:
@@ -71,59 +102,76 @@ class SequencePages:
         self._is_unfilled = self._is_unfilled or pages.unfilled
 
     def extend(self, history: int, blocks: int, live_at: int) -> bool:
-        """Pages for ``blocks`` blocks, private from ``history`` on; False and unchanged if short.
+        """Pages for ``blocks`` blocks, on the device and private from ``history`` on; False and
+        unchanged if short.
 
         Blocks that are stale at ``live_at`` tokens get none.
         """
-        tokens_per_block = self._store.tokens_per_block
-        first = history // tokens_per_block
+        first = history // self._store.tokens_per_block
         is_private = first >= min(self.private_from, self.blocks)
-        if blocks <= self.blocks and is_private and not self._is_unfilled and self._states_ready():
+        is_ready = is_private and not self._is_unfilled and not self._on_host
+        if blocks <= self.blocks and is_ready and self._states_ready():
             return True
         blocks = max(blocks, self.blocks)
-        is_partial = history % tokens_per_block > 0
+        is_partial = history % self._store.tokens_per_block > 0
         orders = [
-            (pages, self._fresh(pages, first, blocks, live_at, copy_first=is_partial))
+            self._order(pages, first, blocks, live_at, copy_first=is_partial)
             for pages in self.groups
         ]
         made = self.allocate(orders)
         if made is None:
             return False
-        committed_end = live_at // tokens_per_block
-        self._is_unfilled = False
-        for (pages, fresh), new in zip(orders, made, strict=True):
-            if not pages.group.life_cycle.is_state:
-                pages.append([None] * (blocks - len(pages.pages)))
-            elif not pages.pages:
-                pages.append([None])
-            for (ordinal, _), page in zip(fresh, new, strict=True):
-                self.release(pages.put(ordinal, page))
+        committed_end = live_at // self._store.tokens_per_block
+        self._is_unfilled = self._on_host = False
+        for order, new in zip(orders, made, strict=True):
+            pages = order.pages
+            pages.resize(max(1, pages.size) if pages.group.life_cycle.is_state else blocks)
+            self._replace(order, new, first)
             pages.unfilled = committed_end > first and pages in self._windowed
+            pages.on_host = False
             self._is_unfilled = self._is_unfilled or pages.unfilled
         self.blocks = blocks
         self.private_from = min(self.private_from, first)
         return True
 
-    def allocate(self, orders: Sequence[tuple[GroupPages, list[Fresh]]]) -> list[list[Page]] | None:
+    def _replace(self, order: Order, new: Slots, first: int) -> None:
+        """Put new pages in place of old ones. What came from the host for reading goes back to the
+        tree in its new place; what is to be written stays private.
+        """
+        pages, pool = order.pages, order.pages.pool
+        old = pages.pages[order.ordinals]
+        pages.pages[order.ordinals] = new
+        if not pages.group.life_cycle.is_state:
+            read = (order.ordinals < first) & (old >= pool.num_device_slots)
+            nodes = pool.node[old[read]]
+            known = nodes >= 0
+            hosted, kept = old[read][known], new[read][known]
+            if len(hosted):
+                pool.move(hosted, kept)
+                self._store.tree.pages[pages.group.id, nodes[known]] = kept
+        pool.release(old[old != NO_PAGE][::-1])
+
+    def allocate(self, orders: Sequence[Order]) -> list[Slots] | None:
         """New pages for each order, copies made; None and nothing changed when one is missing."""
         store = self._store
         needs = [0] * len(store.pools)
-        for pages, fresh in orders:
-            needs[pages.group.pool_group] += len(fresh)
+        for order in orders:
+            needs[order.pages.group.pool_group] += len(order.ordinals)
         if any(needs) and not store.make_room(needs):
             return None
-        made: list[list[Page]] = []
-        for pages, fresh in orders:
-            before = pages.last(fresh[0][0]) if fresh else None
-            made.append(store.create(pages.group, len(fresh), before, self._priority))
+        made: list[Slots] = []
+        for order in orders:
+            pages, count = order.pages, len(order.ordinals)
+            before = pages.before(int(order.ordinals[0])) if count else None
+            made.append(store.create(pages.group, count, before, self._priorities.of(pages.group)))
         try:
-            for (_, fresh), new in zip(orders, made, strict=True):
-                for (_, source), page in zip(fresh, new, strict=True):
-                    if source is not None:
-                        store.copy(source, page)
+            for order, new in zip(orders, made, strict=True):
+                has_source = order.sources != NO_PAGE
+                if has_source.any():
+                    store.copy(order.pages.group, order.sources[has_source], new[has_source])
         except BaseException:
-            for page in reversed([page for new in made for page in new]):
-                store.release(page)
+            for order, new in zip(orders, made, strict=True):
+                order.pages.pool.release(new[::-1])
             raise
         return made
 
@@ -131,132 +179,139 @@ class SequencePages:
         """Pages of a second sequence: full blocks shared, the partial block and states copied."""
         full, rest = divmod(history, self._store.tokens_per_block)
         copied = [(pages, full) for pages in self.attention if rest]
-        copied += [(pages, 0) for pages in self.states if pages.pages]
+        copied += [(pages, 0) for pages in self.states if pages.size]
         orders = [
-            (pages, [(ordinal, pages.pages[ordinal])])
+            self.copy_order(pages, ordinal)
             for pages, ordinal in copied
-            if pages.pages[ordinal] is not None
+            if pages.pages[ordinal] != NO_PAGE
         ]
         made = self.allocate(orders)
         if made is None:
             return None
-        copies = {pages.group.id: new[0] for (pages, _), new in zip(orders, made, strict=True)}
-        child = SequencePages(self._store, self._priority)
+        copies = {o.pages.group.id: new[0] for o, new in zip(orders, made, strict=True)}
+        child = SequencePages(self._store, self._priorities)
         child.blocks = full + (rest > 0)
         child.private_from = full
-        child._is_unfilled = self._is_unfilled
+        child._is_unfilled, child._on_host = self._is_unfilled, self._on_host
         for mine, theirs in zip(self.groups, child.groups, strict=True):
             theirs.stale_end, theirs.publish_from = mine.stale_end, mine.publish_from
-            theirs.unfilled = mine.unfilled
-            copy = copies.get(mine.group.id)
+            theirs.unfilled, theirs.on_host = mine.unfilled, mine.on_host
+            copy = copies.get(mine.group.id, NO_PAGE)
             if mine.group.life_cycle.is_state:
-                theirs.append([copy] if mine.pages else [])
+                theirs.resize(mine.size)
+                theirs.pages[:] = copy
                 continue
-            shared = mine.pages[:full]
-            for page in shared:
-                if page is not None:
-                    self._store.hold(page)
-            theirs.append([*shared, copy] if rest else shared)
+            theirs.resize(child.blocks)
+            theirs.pages[:full] = mine.pages[:full]
+            mine.pool.hold(theirs.used)
+            theirs.pages[full:] = copy
         self.private_from = max(self.private_from, full)
         return child
+
+    @staticmethod
+    def copy_order(pages: GroupPages, ordinal: int) -> Order:
+        """The order of one more page with the bytes of a block."""
+        ordinals = np.array([ordinal], dtype=np.int64)
+        return Order(pages, ordinals, pages.pages[ordinals])
 
     def drop_stale(self, tokens: int) -> None:
         """Release blocks of windowed groups that no token at ``tokens`` or later can see."""
         for pages in self._windowed:
             _, end = pages.group.life_cycle.stale_range(tokens, self._store.tokens_per_block)
-            for ordinal in range(pages.stale_end, end):
-                self.release(pages.drop(ordinal))
-            pages.stale_end = max(pages.stale_end, end)
+            if end > pages.stale_end:
+                pages.pool.release(pages.take(pages.stale_end, end))
+                pages.stale_end = end
 
     def release_all(self) -> None:
         """Release every page, deepest block first, so that leaves are evicted before parents."""
-        for ordinal in reversed(range(self.blocks)):
-            for pages in self.attention:
-                self.release(pages.drop(ordinal))
-        for pages in self.states:
-            for index in range(len(pages.pages)):
-                self.release(pages.drop(index))
-
-    def release(self, page: Page | None) -> None:
-        """Release one page, if there is one."""
-        if page is not None:
-            self._store.release(page)
+        for pages in (*self.attention, *self.states):
+            pages.pool.release(pages.take(0, pages.size))
 
     def transferable(
         self, first_block: int, end_block: int
-    ) -> tuple[dict[int, npt.NDArray[np.int32]], list[Page]]:
-        """Slots by layer group, and the pages, of a range of blocks that may leave this rank."""
-        tables: dict[int, npt.NDArray[np.int32]] = {}
-        leased: list[Page] = []
+    ) -> tuple[dict[int, Slots], dict[int, Slots]]:
+        """Slots by layer group with gaps, and pages without, of blocks that may leave this rank."""
+        tables: dict[int, Slots] = {}
+        leased: dict[int, Slots] = {}
         for pages in self.groups:
             cycle = pages.group.life_cycle
             if cycle.policy is not ReusePolicy.PRIVATE:
                 span = slice(None) if cycle.is_state else slice(first_block, end_block)
-                tables[pages.group.id] = pages.table()[span].copy()
-                leased += [page for page in pages.pages[span] if page is not None]
+                table = pages.pages[span].copy()
+                tables[pages.group.id] = table
+                leased[pages.group.id] = table[table != NO_PAGE]
         return tables, leased
-
-    def used(self) -> list[Page]:
-        """Every page, once per group and block."""
-        return [page for pages in self.groups for page in pages.pages if page is not None]
 
     def check(self, committed: int) -> None:
         """Raise InvariantViolation when pages, tables and extents disagree."""
         tokens_per_block = self._store.tokens_per_block
         for pages in self.groups:
-            pages.check()
-            cycle = pages.group.life_cycle
+            cycle, index = pages.group.life_cycle, pages.group.id
+            invariant(
+                pages.on_host or not len(pages.hosted), f"layer group {index} has hosted pages"
+            )
             if cycle.is_state:
                 continue
             invariant(
-                len(pages.pages) == self.blocks,
-                f"layer group {pages.group.id} has {len(pages.pages)} blocks, not {self.blocks}",
+                pages.size == self.blocks,
+                f"layer group {index} has {pages.size} blocks, not {self.blocks}",
             )
             if pages.unfilled:
                 continue
             start, end = cycle.stale_range(committed, tokens_per_block)
-            for ordinal, page in enumerate(pages.pages):
+            for ordinal, page in enumerate(pages.pages.tolist()):
                 is_stale = start <= ordinal < end
                 invariant(
-                    (page is None) == is_stale,
-                    f"layer group {pages.group.id} block {ordinal}: stale {is_stale}, page {page}",
+                    (page == NO_PAGE) == is_stale,
+                    f"layer group {index} block {ordinal}: stale {is_stale}, page {page}",
                 )
-                if ordinal >= self.private_from and page is not None:
-                    invariant(
-                        is_private(page),
-                        f"layer group {pages.group.id} block {ordinal} is not private",
-                    )
+                if ordinal >= self.private_from and page != NO_PAGE:
+                    alone = pages.pool.is_private(np.array([page], dtype=np.int32))[0]
+                    invariant(alone, f"layer group {index} block {ordinal} is not private")
 
     def _states_ready(self) -> bool:
-        return all(pages.pages and is_private(pages.pages[0]) for pages in self.states)
+        return all(pages.size and pages.pool.is_writable(pages.pages)[0] for pages in self.states)
 
-    def _fresh(
+    def _order(
         self, pages: GroupPages, first: int, blocks: int, live_at: int, *, copy_first: bool
-    ) -> list[Fresh]:
-        """Which blocks of one group need new pages, ascending."""
-        cycle = pages.group.life_cycle
+    ) -> Order:
+        """Which blocks of one group need new pages."""
+        cycle, pool, existing = pages.group.life_cycle, pages.pool, pages.size
         if cycle.is_state:
-            source = pages.pages[0] if pages.pages else None
-            return [] if is_private(source) else [(0, source)]
-        existing = len(pages.pages)
+            if existing and pool.is_writable(pages.pages)[0]:
+                return _nothing(pages)
+            source = pages.pages.copy() if existing else np.full(1, NO_PAGE, dtype=np.int32)
+            return Order(pages, np.zeros(1, dtype=np.int64), source)
         start, end = cycle.stale_range(live_at, self._store.tokens_per_block)
-        fresh: list[Fresh] = []
-        for ordinal in range(0 if pages.unfilled else min(first, existing), existing):
-            page = pages.pages[ordinal]
-            if page is None:
-                if pages.unfilled and not start <= ordinal < end:
-                    fresh.append((ordinal, None))
-            elif first <= ordinal < self.private_from and not is_private(page):
-                fresh.append((ordinal, page if copy_first and ordinal == first else None))
-        fresh += [
-            (ordinal, None) for ordinal in range(existing, blocks) if not start <= ordinal < end
-        ]
-        return fresh
+        new = np.arange(existing, blocks)
+        new = new[(new < start) | (new >= end)]
+        begin = 0 if pages.unfilled or pages.on_host else min(first, existing)
+        ordinals = np.arange(begin, existing)
+        span = pages.pages[begin:existing]
+        missing = span == NO_PAGE
+        sources = np.full(len(span), NO_PAGE, dtype=np.int32)
+        fresh = np.zeros(len(span), dtype=np.bool_)
+        if pages.unfilled:
+            fresh |= missing & ((ordinals < start) | (ordinals >= end))
+        if pages.on_host:
+            hosted = (span >= pool.num_device_slots) & (ordinals < first)
+            sources[hosted] = span[hosted]
+            fresh |= hosted
+        if first < min(existing, self.private_from):
+            write = (ordinals >= first) & (ordinals < self.private_from) & ~missing
+            write[write] = ~pool.is_writable(span[write])
+            fresh |= write
+            if copy_first and write[first - begin]:
+                sources[first - begin] = span[first - begin]
+        return Order(
+            pages,
+            np.concatenate((ordinals[fresh], new)),
+            np.concatenate((sources[fresh], np.full(len(new), NO_PAGE, dtype=np.int32))),
+        )
 
 
-def is_private(page: Page | None) -> bool:
-    """True for a page that one sequence alone knows."""
-    return page is not None and page.holders == 1 and page.node is None
+def _nothing(pages: GroupPages) -> Order:
+    return Order(pages, np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32))
 
 
 def blocks_for(tokens: int, store: CacheStore) -> int:

@@ -1,23 +1,28 @@
-"""Which slots of a pool group are free, as maximal free runs.
+"""Which slots of one tier of a pool group are free, as maximal free runs.
 
 Prefers consecutive ascending slots: a caller that extends a sequence passes its last slot and gets
 the following ones when they are free, so that transfers merge into few long messages. Otherwise it
-takes from the longest run. Deterministic; every operation is O(log n) amortised.
+takes from the longest run. Deterministic; costs follow the number of runs, not of slots.
 """
 
 from __future__ import annotations
 
 import heapq
 
+import numpy as np
+import numpy.typing as npt
+
 from kvcache_core.errors import invariant
+
+Slots = npt.NDArray[np.int32]
 
 
 class SlotAllocator:
-    """Free slots of ``[0, num_slots)``."""
+    """Free slots of ``[first, first + num_slots)``."""
 
     __slots__ = ("_ends", "_heap", "_starts", "free", "num_slots")
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, first: int = 0) -> None:
         self.num_slots = num_slots
         self.free = num_slots
         self._starts: dict[int, int] = {}
@@ -27,40 +32,53 @@ class SlotAllocator:
         self._heap: list[tuple[int, int]] = []
         """(-length, start) of runs; entries that match no run any more are skipped."""
         if num_slots:
-            self._add(0, num_slots)
+            self._add(first, first + num_slots)
 
-    def take(self, count: int, after: int | None = None) -> list[int]:
+    def take(self, count: int, after: int | None = None) -> Slots:
         """``count`` slots, ascending runs, starting behind slot ``after`` where that is free.
 
         The caller has checked ``free``; taking more is an InvariantViolation.
         """
         invariant(count <= self.free, f"asked for {count} slots, {self.free} are free")
-        taken: list[int] = []
+        taken = np.empty(count, dtype=np.int32)
+        done = 0
         start = None if after is None else after + 1
-        while len(taken) < count:
+        while done < count:
             if start is None or start not in self._starts:
                 start = self._longest()
-            end = min(self._starts[start], start + count - len(taken))
+            end = min(self._starts[start], start + count - done)
             self._cut(start, end)
-            taken.extend(range(start, end))
+            taken[done : done + end - start] = np.arange(start, end, dtype=np.int32)
+            done += end - start
             start = None
         self.free -= count
         return taken
 
-    def give(self, slot: int) -> None:
-        """Return one slot; merges with the free runs around it."""
-        start = self._ends.pop(slot, slot)
-        if start != slot:
-            del self._starts[start]
-        end = self._starts.pop(slot + 1, slot + 1)
-        if end != slot + 1:
-            del self._ends[end]
-        self._add(start, end)
-        self.free += 1
+    def give(self, slots: Slots) -> None:
+        """Return slots, each once, in any order; merges with the free runs around them."""
+        if not len(slots):
+            return
+        ordered = np.sort(slots)
+        breaks = np.flatnonzero(np.diff(ordered) != 1) + 1
+        starts = ordered[np.concatenate(([0], breaks))].tolist()
+        ends = (ordered[np.concatenate((breaks - 1, [len(ordered) - 1]))] + 1).tolist()
+        for start, end in zip(starts, ends, strict=True):
+            self._give_run(start, end)
+        self.free += len(ordered)
 
     def runs(self) -> list[tuple[int, int]]:
         """All free runs as half-open ranges, ascending. For checks."""
         return sorted(self._starts.items())
+
+    def _give_run(self, start: int, end: int) -> None:
+        invariant(start not in self._starts, f"slot {start} is free already")
+        first = self._ends.pop(start, start)
+        if first != start:
+            del self._starts[first]
+        last = self._starts.pop(end, end)
+        if last != end:
+            del self._ends[last]
+        self._add(first, last)
 
     def _add(self, start: int, end: int) -> None:
         self._starts[start] = end

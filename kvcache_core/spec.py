@@ -182,7 +182,9 @@ class KVCacheLayerSpec:
     tokens stay visible beside a window. ``tokens_per_page`` lets kernels read pages smaller than a
     block. Elements of ``scale_block_elements`` share a one-byte scale; scales get their own
     coalescing group so that data and scales lie in two pools under one index. ``index_kind`` is
-    what the layer's kernels count in.
+    what the layer's kernels count in. ``look_ahead_tokens``: KV of a position depends on so many
+    tokens after it. ``needs_hidden_states``: a drafter fed by the target's hidden states, whose KV
+    cannot be made up for from tokens where the target's is reused.
     """
 
     layer_id: int
@@ -194,6 +196,8 @@ class KVCacheLayerSpec:
     window: int | None = None
     sink_tokens: int = 0
     policy: ReusePolicy = ReusePolicy.REQUIRED
+    look_ahead_tokens: int = 0
+    needs_hidden_states: bool = False
     coalescing_group: int = 0
     tokens_per_page: int | None = None
     scale_block_elements: int | None = None
@@ -205,6 +209,10 @@ class KVCacheLayerSpec:
     def __post_init__(self) -> None:
         if self.layer_id < 0:
             raise self._error(f"layer_id must not be negative, got {self.layer_id}")
+        if self.look_ahead_tokens < 0:
+            raise self._error(
+                f"look_ahead_tokens must not be negative, got {self.look_ahead_tokens}"
+            )
         if self.state_buffers:
             self._check_recurrent()
         else:

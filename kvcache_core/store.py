@@ -1,40 +1,44 @@
 """Pools and prefix tree together: the operations that keep both in step.
 
 Internal to the package; the manager and its sequences share one. Eviction happens in
-:meth:`CacheStore.make_room` and nowhere else, and nothing it does allocates, so it is never
-re-entrant. An attached node always has the pages of all full REQUIRED groups: when one of those
-goes, the node and everything below it go too.
+:meth:`CacheStore.make_room` and nowhere else, and nothing it does takes device slots, so it is
+never re-entrant. An attached node always has the pages of all full REQUIRED groups: when one of
+those goes, the node and everything below it go too.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Protocol
+
+import numpy as np
 
 from kvcache_core.counters import CacheCounters
 from kvcache_core.errors import invariant
 from kvcache_core.events import EventLog
 from kvcache_core.groups import LayerGroup
 from kvcache_core.layout import LayoutPlan
-from kvcache_core.pages import Page, PagePool
+from kvcache_core.pages import NO_NODE, NO_PAGE, PagePool
 from kvcache_core.ports import PageCopier
+from kvcache_core.slots import Slots
 from kvcache_core.spec import ReusePolicy
-from kvcache_core.tree import Node, PrefixTree
+from kvcache_core.tree import PrefixTree
 
 
 class PageUser(Protocol):
     """A sequence or a lease, as checks see it."""
 
-    def used_pages(self) -> Iterable[Page]:
-        """Every page it holds or pins, once per hold."""
+    def used_pages(self) -> Iterable[tuple[int, Slots]]:
+        """(pool group, pages) it holds or pins, each page once per hold."""
         ...
 
     def check(self) -> None:
         """Raise InvariantViolation when it contradicts itself."""
         ...
 
-    def tip(self) -> Node | None:
-        """The node a sequence ends at; None for leases."""
+    def tip(self) -> int:
+        """The node a sequence ends at; NO_NODE for leases and for sequences without one."""
         ...
 
 
@@ -42,23 +46,31 @@ class CacheStore:
     """State shared by one manager, its sequences and its leases."""
 
     def __init__(
-        self, plan: LayoutPlan, slots: Sequence[int], copier: PageCopier, incarnation: str
+        self,
+        plan: LayoutPlan,
+        slots: Sequence[int],
+        host_slots: Sequence[int],
+        copier: PageCopier,
+        incarnation: str,
     ) -> None:
         self.plan = plan
         self.tokens_per_block = plan.tokens_per_block
         self.groups = plan.layer_groups
-        self.pools = tuple(PagePool(count) for count in slots)
+        self.pools = tuple(PagePool(*counts) for counts in zip(slots, host_slots, strict=True))
         self.pool_of = tuple(self.pools[group.pool_group] for group in self.groups)
         self.vital = tuple(
             group.life_cycle.is_full and group.life_cycle.policy is ReusePolicy.REQUIRED
             for group in self.groups
         )
+        self._is_vital = np.array(self.vital, dtype=np.bool_)
         self.copier = copier
-        self.tree = PrefixTree(len(self.groups))
+        self.tree = self._empty_tree()
         self.events = EventLog(incarnation)
         self.counters = CacheCounters()
         self.sequences: dict[int, PageUser] = {}
         self.leases: dict[int, PageUser] = {}
+        self.in_flight: Counter[bytes] = Counter()
+        """Keys of blocks that open sequences have announced to compute."""
         self._next_id = 0
 
     def new_id(self) -> int:
@@ -66,114 +78,186 @@ class CacheStore:
         self._next_id += 1
         return self._next_id
 
-    def hold(self, page: Page) -> None:
-        """One more sequence uses ``page``."""
-        self.pool_of[page.layer_group].hold(page)
-
-    def release(self, page: Page) -> None:
-        """One sequence less uses ``page``; nobody left frees it or makes it evictable."""
-        self.pool_of[page.layer_group].release(page)
-
     def make_room(self, needs: Sequence[int]) -> bool:
-        """Evict until ``needs`` slots are free in each pool group; False and unchanged if never."""
+        """Evict until ``needs`` device slots are free in each pool group; False and unchanged if
+        never.
+        """
         pools = self.pools
         for pool, need in zip(pools, needs, strict=True):
             if need > pool.available:
                 return False
-        removed: list[Node] = []
-        cached = sum(pool.cached for pool in pools)
-        for pool, need in zip(pools, needs, strict=True):
-            while pool.slots.free < need:
-                removed.extend(self._lose(pool.victim()))
-        self.counters.pages_evicted += cached - sum(pool.cached for pool in pools)
-        self._report_removed(removed)
+        if all(need <= pool.device.free for pool, need in zip(pools, needs, strict=True)):
+            return True
+        cached = self._cached()
+        for pool_group, need in enumerate(needs):
+            while pools[pool_group].device.free < need:
+                self._evict(pool_group, need - pools[pool_group].device.free)
+        self.counters.pages_evicted += cached - self._cached()
         return True
 
-    def create(
-        self, group: LayerGroup, count: int, after: Page | None, priority: int
-    ) -> list[Page]:
+    def create(self, group: LayerGroup, count: int, after: int | None, priority: int) -> Slots:
         """New pages of ``group`` with one holder each; make_room has been called."""
         self.counters.pages_created += count
+        return self.pool_of[group.id].create(count, after, group.id, priority)
+
+    def copy(self, group: LayerGroup, sources: Slots, targets: Slots) -> None:
+        """Copy the bytes of pages, wherever they lie, to device pages of the same layer group."""
+        devices = self.pool_of[group.id].num_device_slots
+        on_host = sources >= devices
+        if not on_host.all():
+            self.copier.copy_slots(group.pool_group, sources[~on_host], targets[~on_host])
+            self.counters.pages_copied += int(np.count_nonzero(~on_host))
+        if on_host.any():
+            hosted = sources[on_host] - np.int32(devices)
+            self.copier.onboard_slots(group.pool_group, hosted, targets[on_host])
+            self.counters.pages_onboarded += len(hosted)
+
+    def publish(self, group: LayerGroup, pages: Slots, nodes: Slots) -> None:
+        """Give pages to the tree as those of ``group`` in ``nodes``, which have none."""
         pool = self.pool_of[group.id]
-        return pool.create(count, None if after is None else after.slot, group.id, priority)
+        invariant((pool.node[pages] == NO_NODE).all(), f"one of {pages.tolist()} is in the tree")
+        self.tree.pages[group.id, nodes] = pages
+        pool.node[pages] = nodes
 
-    def copy(self, source: Page, target: Page) -> None:
-        """Copy the bytes of a page to another of the same layer group."""
-        pool_group = self.groups[source.layer_group].pool_group
-        self.copier.copy_slot(pool_group, source.slot, target.slot)
-        self.counters.pages_copied += 1
+    def lose(self, pool_group: int, pages: Slots) -> None:
+        """Take pages out of the tree, with everything that is useless without them."""
+        self._report_removed(self._lose(pool_group, pages))
 
-    def publish(self, page: Page, node: Node) -> None:
-        """Give ``page`` to the tree as the page of its layer group in ``node``."""
-        invariant(page.node is None, f"slot {page.slot} is in the tree already")
-        node.pages[page.layer_group] = page
-        page.node = node
-
-    def lose(self, page: Page) -> None:
-        """Take one page out of the tree, with everything that is useless without it."""
-        self._report_removed(self._lose(page))
-
-    def move_tip(self, old: Node | None, new: Node | None) -> None:
-        """A sequence now ends at ``new`` instead of ``old``."""
-        if new is not None:
-            new.tips += 1
-        if old is not None:
-            old.tips -= 1
+    def move_tip(self, old: int, new: int) -> None:
+        """A sequence now ends at ``new`` instead of ``old``; NO_NODE is nowhere."""
+        if new != NO_NODE:
+            self.tree.add_tip(new)
+        if old != NO_NODE:
+            self.tree.remove_tip(old)
             self.prune(old)
 
-    def prune(self, node: Node) -> None:
+    def prune(self, node: int) -> None:
         """Detach ``node`` and its ancestors as far as nobody needs them."""
         self._report_removed(self.tree.prune(node))
 
-    def remove_covered(self, node: Node) -> None:
+    def remove_covered(self, node: int) -> None:
         """Drop partial siblings that ``node`` makes useless, unless they hold a snapshot."""
+        states = [group.id for group in self.groups if group.life_cycle.is_state]
         for sibling in self.tree.covered_by(node):
-            if not any(page is not None and self._is_state(page) for page in sibling.pages):
-                self._report_removed(self._drop(sibling))
+            if not (self.tree.pages[states, sibling] != NO_PAGE).any():
+                self._report_removed(self._drop(self.tree.subtree(sibling)))
 
     def clear(self) -> None:
         """Empty the tree. Sequences keep their pages and stop publishing."""
-        for node in self.tree.nodes():
-            self._forget_pages(node)
-            node.attached = False
-        for root in self.tree.roots():
-            root.attached = False
-        self.tree = PrefixTree(len(self.groups))
+        tree = self.tree
+        members = np.array(tree.roots() + tree.nodes(), dtype=np.int32)
+        self._forget_pages(members)
+        tree.detach(members)
         self.events.cleared()
 
-    def _is_state(self, page: Page) -> bool:
-        return self.groups[page.layer_group].life_cycle.is_state
+    def reserve(self) -> tuple[int, ...]:
+        """Take one device slot of each pool group out of circulation for good."""
+        invariant(self.make_room([1] * len(self.pools)), "no free slot for padding rows")
+        return tuple(int(pool.reserve()) for pool in self.pools)
 
-    def _lose(self, page: Page) -> list[Node]:
-        node = page.node
-        invariant(node is not None, f"slot {page.slot} is not in the tree")
-        assert node is not None
-        if self.vital[page.layer_group]:
-            return self._drop(node)
-        node.pages[page.layer_group] = None
-        self.pool_of[page.layer_group].forget(page)
-        return self.tree.prune(node)
+    def tell_everything(self) -> None:
+        """Put the whole tree into the event log, as if it were stored anew."""
+        self.events.cleared()
+        for root in self.tree.roots():
+            for above, keys in self.tree.chains(root):
+                self.events.stored(above, keys)
 
-    def _drop(self, node: Node) -> list[Node]:
-        """Remove a node and its subtree; returns all that are gone."""
-        nodes = self.tree.subtree(node)
-        for member in reversed(nodes):
-            self._forget_pages(member)
-            self.tree.detach(member)
-        return nodes + self.tree.prune(node.parent)
-
-    def _forget_pages(self, node: Node) -> None:
-        for group, page in enumerate(node.pages):
-            if page is not None:
-                node.pages[group] = None
-                self.pool_of[group].forget(page)
-
-    def _report_removed(self, nodes: Sequence[Node]) -> None:
-        keys = [
-            node.key
-            for node in nodes
-            if node.parent is not None and node.length == self.tokens_per_block
+    def _empty_tree(self) -> PrefixTree:
+        vital = [
+            pool.num_device_slots + pool.host.num_slots
+            for pool, vital in zip(self.pool_of, self.vital, strict=True)
+            if vital
         ]
+        return PrefixTree(len(self.groups), self.tokens_per_block, min(vital, default=0))
+
+    def _evict(self, pool_group: int, count: int) -> None:
+        """Make at least one device page less cached: on the host where there is room, else lost."""
+        pool = self.pools[pool_group]
+        victims = pool.device_queue.first(count)
+        room = min(len(victims), pool.host.free + pool.host_queue.count)
+        if room:
+            # The coldest are lost if the host cannot take all.
+            self._demote(pool_group, victims[len(victims) - room :])
+        lost = victims[: len(victims) - room]
+        self.lose(pool_group, lost[pool.cached[lost]])
+
+    def _demote(self, pool_group: int, pages: Slots) -> None:
+        """Move cached device pages to the host, for which colder host pages are lost."""
+        pool = self.pools[pool_group]
+        while pool.host.free < len(pages):
+            coldest = pool.host_queue.first(len(pages) - pool.host.free)
+            self.lose(pool_group, coldest)
+            pages = pages[pool.cached[pages]]
+        if not len(pages):
+            return
+        targets = pool.host.take(len(pages))
+        try:
+            devices = np.int32(pool.num_device_slots)
+            self.copier.demote_slots(pool_group, pages, targets - devices)
+        except BaseException:
+            pool.host.give(targets)
+            raise
+        groups, nodes = pool.group[pages], pool.node[pages]
+        pool.put_on_host(pages, targets)
+        self.tree.pages[groups, nodes] = targets
+        self.counters.pages_demoted += len(pages)
+
+    def _lose(self, pool_group: int, pages: Slots) -> list[bytes]:
+        pool, tree = self.pools[pool_group], self.tree
+        nodes, groups = pool.node[pages], pool.group[pages]
+        vital = self._is_vital[groups]
+        removed: list[bytes] = []
+        if vital.any():
+            removed += self._drop_all(nodes[vital])
+        minor = pages[~vital]
+        minor = minor[pool.node[minor] != NO_NODE]  # not gone with a vital page
+        if len(minor):
+            left = pool.node[minor]
+            tree.pages[pool.group[minor], left] = NO_PAGE
+            pool.forget(minor)
+            for node in left.tolist():
+                removed += tree.prune(node)
+        return removed
+
+    def _drop_all(self, nodes: Slots) -> list[bytes]:
+        """Remove nodes and their subtrees."""
+        tree = self.tree
+        members = np.unique(nodes)
+        parents = tree.parent[members]
+        inside = parents[np.isin(parents, members)]
+        children = np.zeros(len(members), dtype=np.int64)
+        np.add.at(children, np.searchsorted(members, inside), 1)
+        if (tree.children.counts[members] == children).all():
+            # Nothing below them but themselves. Pages come deepest first, so do their blocks.
+            return self._drop(list(dict.fromkeys(nodes.tolist())))
+        removed: list[bytes] = []
+        for node in nodes.tolist():
+            if tree.attached[node]:
+                removed += self._drop(tree.subtree(node))
+        return removed
+
+    def _drop(self, nodes: Sequence[int]) -> list[bytes]:
+        """Remove nodes, all their descendants among them; returns the keys of the full ones."""
+        members = np.array(nodes, dtype=np.int32)
+        parents = self.tree.parent[members]
+        outside = np.unique(parents[~np.isin(parents, members)])
+        self._forget_pages(members)
+        removed = self.tree.detach(members)
+        for parent in outside.tolist():
+            if parent != NO_NODE:
+                removed += self.tree.prune(parent)
+        return removed
+
+    def _forget_pages(self, nodes: Slots) -> None:
+        for group, pool in enumerate(self.pool_of):
+            pages = self.tree.pages[group, nodes]
+            self.tree.pages[group, nodes] = NO_PAGE
+            pool.forget(pages[pages != NO_PAGE])
+
+    def _cached(self) -> int:
+        return sum(pool.device_queue.count + pool.host_queue.count for pool in self.pools)
+
+    def _report_removed(self, keys: Sequence[bytes]) -> None:
         if keys:
             self.counters.blocks_removed += len(keys)
             self.events.removed(keys)

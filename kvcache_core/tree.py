@@ -1,177 +1,283 @@
 """The prefix tree: which blocks of tokens have pages, by sha256 chain.
 
 A node is one block below its parent block: full (tokens_per_block tokens) or partial (fewer, never
-with children). Exact blocks are found through one dictionary of keys; the best partly equal child
-through each node's sorted list of child tokens, because the longest common prefix with a query is
-always next to the query's place in sorted order. The tree knows pages but never frees one itself.
+with children). Nodes are numbers into arrays, so that a million of them are a handful of objects
+and whole chains are inserted and removed at once. Exact blocks are found through one dictionary of
+keys, partly equal ones through :mod:`kvcache_core.children`. The tree knows pages but never frees
+one itself.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
+from kvcache_core.children import SEVERAL, ChildIndex, common_tokens, nearest
 from kvcache_core.errors import invariant
-from kvcache_core.hashing import TOKEN_BYTES, child_key, root_key
-from kvcache_core.pages import Page
+from kvcache_core.hashing import KEY_BYTES, TOKEN_BYTES, Prompt, child_key, root_key
+from kvcache_core.pages import NO_NODE, NO_PAGE
+from kvcache_core.slots import Slots
 
-NEIGHBOURS = 8
-"""Children looked at on either side of a query, at most."""
-
-
-class Node:
-    """One block. ``pages`` has one entry per layer group; ``tips`` counts sequences ending here."""
-
-    __slots__ = (
-        "attached",
-        "child_nodes",
-        "child_tokens",
-        "key",
-        "length",
-        "pages",
-        "parent",
-        "tips",
-        "tokens",
-    )
-
-    def __init__(self, key: bytes, parent: Node | None, tokens: bytes, groups: int) -> None:
-        self.key = key
-        self.parent = parent
-        self.tokens = tokens
-        self.length = len(tokens) // TOKEN_BYTES
-        self.pages: list[Page | None] = [None] * groups
-        self.child_tokens: list[bytes] = []
-        self.child_nodes: list[Node] = []
-        self.tips = 0
-        self.attached = True
-
-    @property
-    def is_needed(self) -> bool:
-        """True while the node has pages, children or a sequence that ends here."""
-        return bool(self.child_nodes) or self.tips > 0 or any(self.pages)
+FIRST_CAPACITY = 1024
+WALK_BLOCKS = 64
+"""Keys looked up together."""
 
 
 class PrefixTree:
-    """All nodes of all scopes."""
+    """All blocks of all scopes. ``pages`` is int32 ``[groups, nodes]``, NO_PAGE where missing.
 
-    def __init__(self, num_groups: int) -> None:
-        self._num_groups = num_groups
-        self._nodes: dict[bytes, Node] = {}
-        self._roots: dict[bytes, Node] = {}
+    ``tips`` counts the sequences that end at a node. A detached node keeps its number until the
+    last of them has left.
+    """
+
+    def __init__(self, num_groups: int, tokens_per_block: int, capacity: int) -> None:
+        self._size = tokens_per_block * TOKEN_BYTES
+        self._tokens_per_block = tokens_per_block
+        capacity = max(capacity, FIRST_CAPACITY)
+        self.pages = np.full((num_groups, capacity), NO_PAGE, dtype=np.int32)
+        self.parent = np.full(capacity, NO_NODE, dtype=np.int32)
+        self.length = np.zeros(capacity, dtype=np.int32)
+        self.tips = np.zeros(capacity, dtype=np.int32)
+        self.attached = np.zeros(capacity, dtype=np.bool_)
+        self.children = ChildIndex(capacity)
+        self._keys = np.zeros((capacity, KEY_BYTES), dtype=np.uint8)
+        self._tokens = np.zeros((capacity, self._size), dtype=np.uint8)
+        self._by_key: dict[bytes, int] = {}
+        self._roots: dict[bytes, int] = {}
+        self._scopes: dict[int, bytes] = {}
+        self._free = array("i")
+        self._end = 0
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        return len(self._by_key)
 
-    def root(self, scope: bytes) -> Node:
+    def root(self, scope: bytes) -> int:
         """The root of a scope, made when missing."""
         root = self._roots.get(scope)
         if root is None:
-            root = self._roots[scope] = Node(root_key(scope), None, scope, self._num_groups)
+            root = int(self._number(1)[0])
+            self._keys[root] = np.frombuffer(root_key(scope), dtype=np.uint8)
+            self.parent[root] = NO_NODE
+            self.length[root] = 0
+            self._roots[scope] = root
+            self._scopes[root] = scope
         return root
 
-    def existing_root(self, scope: bytes) -> Node | None:
+    def existing_root(self, scope: bytes) -> int | None:
         """The root of a scope that has blocks."""
         return self._roots.get(scope)
 
-    def child(self, parent: Node, tokens: bytes) -> tuple[bytes, Node | None]:
-        """Key of the block ``tokens`` below ``parent``, and its node if there is one."""
-        key = child_key(parent.key, tokens)
-        return key, self._nodes.get(key)
+    def key(self, node: int) -> bytes:
+        """The key of a block or root."""
+        key: bytes = self._keys[node].tobytes()
+        return key
 
-    def insert(self, parent: Node, key: bytes, tokens: bytes) -> Node:
-        """A new node without pages."""
-        node = Node(key, parent, tokens, self._num_groups)
-        place = bisect_left(parent.child_tokens, tokens)
-        parent.child_tokens.insert(place, tokens)
-        parent.child_nodes.insert(place, node)
-        self._nodes[key] = node
+    def tokens(self, node: int) -> bytes:
+        """The packed tokens of a block."""
+        packed: bytes = self._tokens[node, : int(self.length[node]) * TOKEN_BYTES].tobytes()
+        return packed
+
+    def find(self, key: bytes) -> int | None:
+        """The block with this key."""
+        return self._by_key.get(key)
+
+    def is_needed(self, node: int) -> bool:
+        """True while a block has pages, children or a sequence that ends there."""
+        return bool(
+            self.children.counts[node] or self.tips[node] or (self.pages[:, node] != NO_PAGE).any()
+        )
+
+    def walk(self, prompt: Prompt, blocks: int) -> Slots:
+        """The blocks in the tree that begin ``prompt``, at most ``blocks`` of them."""
+        get = self._by_key.get
+        path: list[int] = []
+        while len(path) < blocks:
+            end = min(blocks, len(path) + WALK_BLOCKS)
+            if len(prompt.known) < end and not path:
+                end = 1  # most prompts share nothing: hash no more than shows that
+            found = list(map(get, prompt.keys(end)[len(path) : end]))
+            if None in found:
+                path += [node for node in found[: found.index(None)] if node is not None]
+                break
+            path += [node for node in found if node is not None]
+        return np.array(path, dtype=np.int32)
+
+    def insert(self, parent: int, key: bytes, tokens: bytes) -> int:
+        """A new block without pages."""
+        node = int(self._number(1)[0])
+        self.parent[node] = parent
+        self.length[node] = len(tokens) // TOKEN_BYTES
+        self._tokens[node, : len(tokens)] = np.frombuffer(tokens, dtype=np.uint8)
+        self._keys[node] = np.frombuffer(key, dtype=np.uint8)
+        self._by_key[key] = node
+        self._link(parent, node, tokens)
         return node
 
-    def partial_matches(self, parent: Node, query: bytes) -> Iterator[tuple[Node, int]]:
+    def insert_chain(self, parent: int, keys: Sequence[bytes], packed: bytes) -> Slots:
+        """New full blocks without pages, each below the one before; none of them is there."""
+        nodes = self._number(len(keys))
+        self.parent[nodes[0]] = parent
+        self.parent[nodes[1:]] = nodes[:-1]
+        self.length[nodes] = self._tokens_per_block
+        self._tokens[nodes] = np.frombuffer(packed, dtype=np.uint8).reshape(len(keys), self._size)
+        joined = np.frombuffer(b"".join(keys), dtype=np.uint8)
+        self._keys[nodes] = joined.reshape(len(keys), KEY_BYTES)
+        self._by_key.update(zip(keys, nodes.tolist(), strict=True))
+        self.children.link_chain(nodes)
+        self._link(parent, int(nodes[0]), packed[: self._size])
+        return nodes
+
+    def child(self, parent: int, tokens: bytes) -> tuple[bytes, int | None]:
+        """Key of the block ``tokens`` below ``parent``, and its node if there is one."""
+        key = child_key(self.key(parent), tokens)
+        return key, self._by_key.get(key)
+
+    def partial_matches(self, parent: int, query: bytes) -> Iterator[tuple[int, int]]:
         """Children that share leading tokens with ``query``, longest common prefix first.
 
-        Yields (node, tokens in common), at most 2 * NEIGHBOURS of them.
+        Yields (node, tokens in common), a bounded number of them.
         """
-        right = bisect_left(parent.child_tokens, query)
-        left = right - 1
-        first, end = max(0, right - NEIGHBOURS), min(len(parent.child_tokens), right + NEIGHBOURS)
-        left_common = _common_tokens(parent.child_tokens[left], query) if left >= first else 0
-        right_common = _common_tokens(parent.child_tokens[right], query) if right < end else 0
-        while left_common or right_common:
-            if right_common >= left_common:
-                yield parent.child_nodes[right], right_common
-                right += 1
-                right_common = (
-                    _common_tokens(parent.child_tokens[right], query) if right < end else 0
-                )
-            else:
-                yield parent.child_nodes[left], left_common
-                left -= 1
-                left_common = (
-                    _common_tokens(parent.child_tokens[left], query) if left >= first else 0
-                )
+        branch = self.children.branch(parent)
+        if branch is not None:
+            yield from nearest(branch, query)
+            return
+        for node in self.children.nodes(parent):
+            common = common_tokens(self.tokens(node), query)
+            if common:
+                yield node, common
 
-    def covers(self, parent: Node, tokens: bytes) -> bool:
+    def covers(self, parent: int, tokens: bytes) -> bool:
         """True when a child begins with ``tokens``, so that a partial block of them is useless."""
-        place = bisect_left(parent.child_tokens, tokens)
-        return place < len(parent.child_tokens) and parent.child_tokens[place].startswith(tokens)
+        length = len(tokens) // TOKEN_BYTES
+        return any(common == length for _, common in self.partial_matches(parent, tokens))
 
-    def covered_by(self, node: Node) -> list[Node]:
+    def covered_by(self, node: int) -> list[int]:
         """Partial siblings close to ``node`` that ``node`` begins with: it makes them useless."""
-        parent = node.parent
-        invariant(parent is not None, "a root has no siblings")
-        assert parent is not None
-        place = bisect_left(parent.child_tokens, node.tokens)
-        near = range(place - 1, max(-1, place - 1 - NEIGHBOURS), -1)
-        return [
-            parent.child_nodes[index]
-            for index in near
-            if node.tokens.startswith(parent.child_tokens[index])
-        ]
+        parent = int(self.parent[node])
+        if self.children.only[parent] != SEVERAL:
+            return []
+        near = self.partial_matches(parent, self.tokens(node))
+        return [other for other, common in near if other != node and common == self.length[other]]
 
-    def subtree(self, node: Node) -> list[Node]:
+    def subtree(self, node: int) -> list[int]:
         """``node`` and everything below it, parents first."""
         nodes = [node]
         for member in nodes:
-            nodes.extend(member.child_nodes)
+            nodes.extend(self.children.nodes(member))
         return nodes
 
-    def detach(self, node: Node) -> None:
-        """Take a node out; its pages must have been forgotten. Descendants are detached before."""
-        invariant(node.attached, "a node can be detached only once")
-        node.attached = False
-        parent = node.parent
-        if parent is None:
-            del self._roots[node.tokens]
-            return
-        del self._nodes[node.key]
-        place = bisect_left(parent.child_tokens, node.tokens)
-        invariant(parent.child_nodes[place] is node, "a child is not in its parent's list")
-        del parent.child_tokens[place]
-        del parent.child_nodes[place]
+    def chains(self, root: int) -> Iterator[tuple[bytes, list[bytes]]]:
+        """All full blocks below ``root`` as unbranched chains, parents first: the key above a
+        chain, then its keys.
+        """
+        waiting = [root]
+        while waiting:
+            above = waiting.pop()
+            for child in self.children.nodes(above):
+                keys: list[bytes] = []
+                node, below = child, [child]
+                while len(below) == 1 and self.length[below[0]] == self._tokens_per_block:
+                    node = below[0]
+                    keys.append(self.key(node))
+                    below = self.children.nodes(node)
+                if keys:
+                    yield self.key(above), keys
+                    waiting.append(node)
 
-    def prune(self, node: Node | None) -> list[Node]:
-        """Detach ``node`` and its ancestors as far as nobody needs them; returns the detached."""
-        detached = []
-        while node is not None and node.attached and not node.is_needed:
-            self.detach(node)
-            detached.append(node)
-            node = node.parent
-        return detached
+    def detach(self, nodes: Slots) -> list[bytes]:
+        """Take blocks out with all their descendants, which ``nodes`` contains; their pages must
+        have been forgotten. Returns the keys of the full ones.
+        """
+        invariant(self.attached[nodes].all(), "a block can be detached only once")
+        self.attached[nodes] = False
+        parents = self.parent[nodes]
+        inside = np.isin(parents, nodes)
+        for node, parent in zip(nodes[~inside].tolist(), parents[~inside].tolist(), strict=True):
+            if parent == NO_NODE:
+                del self._roots[self._scopes.pop(node)]
+            else:
+                self.children.unlink(parent, node, self.tokens(node))
+        self.children.unlink_chain(nodes)
+        keys = self._keys[nodes].tobytes()
+        full = (self.length[nodes] == self._tokens_per_block).tolist()
+        is_root = (self.length[nodes] == 0).tolist()
+        removed = []
+        for index in range(len(nodes)):
+            key = keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
+            if not is_root[index]:
+                del self._by_key[key]
+            if full[index]:
+                removed.append(key)
+        self._free_numbers(nodes[self.tips[nodes] == 0])
+        return removed
 
-    def nodes(self) -> list[Node]:
+    def prune(self, node: int) -> list[bytes]:
+        """Detach ``node`` and its ancestors as far as nobody needs them; returns the full ones'
+        keys.
+        """
+        removed: list[bytes] = []
+        while node != NO_NODE and self.attached[node] and not self.is_needed(node):
+            parent = int(self.parent[node])
+            removed += self.detach(np.array([node], dtype=np.int32))
+            node = parent
+        return removed
+
+    def add_tip(self, node: int) -> None:
+        """One more sequence ends here."""
+        self.tips[node] += 1
+
+    def remove_tip(self, node: int) -> None:
+        """One sequence less ends here."""
+        self.tips[node] -= 1
+        if not self.tips[node] and not self.attached[node]:
+            self._free_numbers(np.array([node], dtype=np.int32))
+
+    def nodes(self) -> list[int]:
         """All blocks, in insertion order."""
-        return list(self._nodes.values())
+        return list(self._by_key.values())
 
-    def roots(self) -> list[Node]:
+    def roots(self) -> list[int]:
         """All roots, in insertion order."""
         return list(self._roots.values())
 
+    def _link(self, parent: int, node: int, tokens: bytes) -> None:
+        only = int(self.children.only[parent])
+        self.children.link(parent, node, tokens, self.tokens(only) if only >= 0 else b"")
 
-def _common_tokens(left: bytes, right: bytes) -> int:
-    """Leading tokens that two packed token strings share."""
-    size = min(len(left), len(right))
-    difference = int.from_bytes(left[:size], "little") ^ int.from_bytes(right[:size], "little")
-    if not difference:
-        return size // TOKEN_BYTES
-    return ((difference & -difference).bit_length() - 1) // (8 * TOKEN_BYTES)
+    def _number(self, count: int) -> Slots:
+        """Numbers for new nodes, attached and without anything."""
+        reused = min(count, len(self._free))
+        if self._end + count - reused > len(self.parent):
+            self._grow(max(2 * len(self.parent), self._end + count))
+        fresh = np.arange(self._end, self._end + count - reused, dtype=np.int32)
+        self._end += len(fresh)
+        if reused:
+            start = len(self._free) - reused
+            fresh = np.concatenate((np.array(self._free[start:], dtype=np.int32), fresh))
+            del self._free[start:]
+        self.attached[fresh] = True
+        return fresh
+
+    def _free_numbers(self, nodes: Slots) -> None:
+        self.pages[:, nodes] = NO_PAGE
+        self._free.frombytes(np.ascontiguousarray(nodes[::-1], dtype=np.int32).tobytes())
+
+    def _grow(self, capacity: int) -> None:
+        def grown(old: npt.NDArray[np.generic], fill: int) -> npt.NDArray[np.generic]:
+            new = np.full((capacity, *old.shape[1:]), fill, dtype=old.dtype)
+            new[: len(old)] = old
+            return new
+
+        pages = np.full((len(self.pages), capacity), NO_PAGE, dtype=np.int32)
+        pages[:, : self.pages.shape[1]] = self.pages
+        self.pages = pages
+        self.parent = grown(self.parent, NO_NODE)  # type: ignore[assignment]
+        self.length = grown(self.length, 0)  # type: ignore[assignment]
+        self.tips = grown(self.tips, 0)  # type: ignore[assignment]
+        self.attached = grown(self.attached, 0)  # type: ignore[assignment]
+        self._keys = grown(self._keys, 0)  # type: ignore[assignment]
+        self._tokens = grown(self._tokens, 0)  # type: ignore[assignment]
+        self.children.grow(capacity)

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.manager import UnifiedKVCacheManager
-from kvcache_core.ports import PageCopier
+from kvcache_core.ports import PageCopier, SlotArray
 from kvcache_core.sequence import SequenceCache
 from kvcache_core.spec import (
     BufferRole,
@@ -83,19 +83,47 @@ def plan_of(name: str, tokens_per_block: int = BLOCK) -> LayoutPlan:
 class Memory(PageCopier):
     """One stamp a token slot. A stamp is the whole token prefix it was computed from."""
 
-    def __init__(self, plan: LayoutPlan, slots: Sequence[int]) -> None:
+    def __init__(
+        self, plan: LayoutPlan, slots: Sequence[int], host_slots: Sequence[int] = ()
+    ) -> None:
         self.plan = plan
         self.copies: list[tuple[int, int, int]] = []
+        self.demoted: list[tuple[int, int, int]] = []
+        self.onboarded: list[tuple[int, int, int]] = []
         self.fail_copies = False
         blank: list[object] = [None] * plan.tokens_per_block
         self.content = [[list(blank) for _ in range(count)] for count in slots]
+        self.host = [[list(blank) for _ in range(count)] for count in host_slots]
 
     @override
-    def copy_slot(self, pool_group: int, source: int, target: int) -> None:
+    def copy_slots(self, pool_group: int, sources: SlotArray, targets: SlotArray) -> None:
+        pool = self.content[pool_group]
+        self._copy(pool_group, (pool, sources), (pool, targets), self.copies)
+
+    @override
+    def demote_slots(self, pool_group: int, device_slots: SlotArray, host_slots: SlotArray) -> None:
+        device, host = self.content[pool_group], self.host[pool_group]
+        self._copy(pool_group, (device, device_slots), (host, host_slots), self.demoted)
+
+    @override
+    def onboard_slots(
+        self, pool_group: int, host_slots: SlotArray, device_slots: SlotArray
+    ) -> None:
+        device, host = self.content[pool_group], self.host[pool_group]
+        self._copy(pool_group, (host, host_slots), (device, device_slots), self.onboarded)
+
+    def _copy(
+        self,
+        pool_group: int,
+        source: tuple[list[list[object]], SlotArray],
+        target: tuple[list[list[object]], SlotArray],
+        log: list[tuple[int, int, int]],
+    ) -> None:
         if self.fail_copies:
             raise OSError("copy engine is gone")
-        self.copies.append((pool_group, source, target))
-        self.content[pool_group][target] = list(self.content[pool_group][source])
+        for old, new in zip(source[1].tolist(), target[1].tolist(), strict=True):
+            log.append((pool_group, old, new))
+            target[0][new] = list(source[0][old])
 
     def write(
         self, sequence: SequenceCache, tokens: Sequence[int], start: int, end: int, group: int
@@ -136,11 +164,20 @@ class Memory(PageCopier):
 class Rig:
     """A manager with its memory."""
 
-    def __init__(self, name: str, slots: int | list[int], tokens_per_block: int = BLOCK) -> None:
+    def __init__(
+        self,
+        name: str,
+        slots: int | list[int],
+        tokens_per_block: int = BLOCK,
+        host_slots: int = 0,
+    ) -> None:
         self.plan = plan_of(name, tokens_per_block)
         counts = slots if isinstance(slots, list) else [slots] * len(self.plan.pool_groups)
-        self.memory = Memory(self.plan, counts)
-        self.manager = UnifiedKVCacheManager(self.plan, counts, self.memory, incarnation="worker@0")
+        hosted = [host_slots] * len(self.plan.pool_groups)
+        self.memory = Memory(self.plan, counts, hosted)
+        self.manager = UnifiedKVCacheManager(
+            self.plan, counts, self.memory, incarnation="worker@0", host_slots=hosted
+        )
         self.groups = range(len(self.plan.layer_groups))
 
     def open(self, tokens: Sequence[int], *, max_match: int | None = None) -> SequenceCache:

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from kvcache_core.lease import LeaseState, PageLease
 from kvcache_core.sequence import SequenceCache
-from tests.kvcache_core.support import LAYOUTS, SCOPE, Rig
+from tests.kvcache_core.support import BLOCK, LAYOUTS, SCOPE, Rig
 
 SLOTS = 14
 TOKEN = st.integers(0, 1)
@@ -34,11 +34,13 @@ class Story:
 class CacheMachine(RuleBasedStateMachine):
     """Any interleaving of the public operations."""
 
-    @initialize(name=st.sampled_from(sorted(LAYOUTS)))
-    def start(self, name: str) -> None:
-        self.rig = Rig(name, SLOTS)
+    @initialize(name=st.sampled_from(sorted(LAYOUTS)), host_slots=st.sampled_from((0, 3, 20)))
+    def start(self, name: str, host_slots: int) -> None:
+        self.rig = Rig(name, SLOTS, host_slots=host_slots)
         self.has_states = any(g.life_cycle.is_state for g in self.rig.plan.layer_groups)
         self.stories: list[Story] = []
+        self.has_lost = False
+        """Whether open sequences may have lost their place in the tree."""
         self.leases: list[tuple[PageLease, list[tuple[int, int, object]]]] = []
 
     def pick(self, data: st.DataObject) -> Story:
@@ -101,6 +103,53 @@ class CacheMachine(RuleBasedStateMachine):
         cache.advance(len(tokens))
         cache.commit(tokens[cache.committed :])
 
+    @precondition(lambda self: self.stories)
+    @rule(data=st.data())
+    def prefetch(self, data: st.DataObject) -> None:
+        """What was matched comes back from the host, or nothing changes."""
+        story = self.pick(data)
+        if not story.cache.is_suspended:
+            assert not story.cache.prefetch() or story.cache.is_resident
+
+    @precondition(lambda self: self.stories)
+    @rule(data=st.data(), tokens=st.lists(TOKEN, max_size=20))
+    def announce(self, data: st.DataObject, tokens: list[int]) -> None:
+        story, manager = self.pick(data), self.rig.manager
+        if story.cache.is_suspended:
+            return
+        prompt = manager.prompt(SCOPE, story.tokens[: story.cache.committed] + tokens)
+        story.cache.announce(prompt)
+        whole = len(prompt) // BLOCK * BLOCK
+        found = manager.look(prompt)
+        assert found.reusable_tokens <= found.attention_tokens <= found.known_tokens
+        if not self.has_lost:
+            assert found.known_tokens // BLOCK * BLOCK + found.in_flight_tokens >= whole
+
+    @precondition(lambda self: self.stories and self.has_states)
+    @rule(data=st.data(), tokens=st.lists(TOKEN, min_size=1, max_size=9))
+    def snapshot(self, data: st.DataObject, tokens: list[int]) -> None:
+        """Compute up to a length, and leave the state there for others."""
+        story = self.pick(data)
+        cache, rig = story.cache, self.rig
+        if cache.is_suspended or cache.history > cache.committed:
+            return
+        tokens = story.tokens[: cache.history] + tokens
+        if not cache.grow(len(tokens)):
+            return
+        slot = cache.acquire_snapshot_slot()
+        for group in rig.groups:
+            start = cache.history if group in cache.reused_groups or story.is_ready else 0
+            rig.memory.write(cache, tokens, start, len(tokens), group)
+        story.tokens, story.is_ready = tokens, True
+        cache.advance(len(tokens))
+        if slot is None:
+            cache.commit(tokens[cache.committed :])
+            return
+        group = next(g for g in rig.plan.layer_groups if g.life_cycle.is_state)
+        rig.memory.content[group.pool_group][slot][0] = tuple(tokens)
+        is_recorded = cache.commit_with_snapshot(tokens[cache.committed :])
+        assert not is_recorded or rig.manager.probe(SCOPE, tokens) == len(tokens)
+
     @precondition(lambda self: self.stories and not self.has_states)
     @rule(data=st.data())
     def rewind(self, data: st.DataObject) -> None:
@@ -150,7 +199,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def lease(self, data: st.DataObject) -> None:
         story = self.pick(data)
-        if story.cache.is_suspended:
+        if story.cache.is_suspended or not story.cache.is_resident:
             return
         cache, plan = story.cache, self.rig.plan
         end = data.draw(st.integers(0, cache.history // plan.tokens_per_block))
@@ -178,17 +227,20 @@ class CacheMachine(RuleBasedStateMachine):
         lease, _ = data.draw(st.sampled_from(self.leases))
         if lease.state is LeaseState.ACTIVE:
             lease.quarantine()
+            self.has_lost = True
 
     @rule()
     def clear(self) -> None:
         self.rig.manager.clear()
+        self.has_lost = True
 
     @invariant()
     def everything_holds(self) -> None:
         self.rig.manager.check()
         for story in self.stories:
             cache = story.cache
-            if cache.is_suspended or cache.history < len(story.tokens):
+            is_idle = cache.is_suspended or cache.history < len(story.tokens)
+            if is_idle or not cache.is_resident:
                 continue
             for group in self.rig.groups:
                 if group in cache.reused_groups or story.is_ready:
@@ -210,10 +262,11 @@ class CacheMachine(RuleBasedStateMachine):
         manager.clear()
         manager.check()
         assert manager.free_blocks() == SLOTS
+        assert all(pool.host_free == pool.host_total for pool in manager.usage())
 
 
 CacheMachine.TestCase.settings = settings(
-    max_examples=60,
+    max_examples=400,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

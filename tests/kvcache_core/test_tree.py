@@ -8,9 +8,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from kvcache_core.hashing import child_key, pack_tokens, prefix_keys, root_key
+from kvcache_core.hashing import Prompt, child_key, pack_tokens, prefix_keys, root_key
 from kvcache_core.matching import find
-from kvcache_core.pages import DEFAULT_PRIORITY, Page
+from kvcache_core.pages import DEFAULT_PRIORITY
+from kvcache_core.priorities import PagePriorities
 from kvcache_core.tree import PrefixTree
 from tests.kvcache_core.support import SCOPE, Rig, plan_of
 
@@ -87,7 +88,9 @@ def test_least_recently_used_goes_first_and_leaves_before_parents() -> None:
 
 def test_priority_outlives_recency() -> None:
     rig = Rig("full", 6)
-    important = rig.manager.open(SCOPE, [1] * 8, max_match=0, priority=DEFAULT_PRIORITY + 1)
+    important = rig.manager.open(
+        SCOPE, [1] * 8, max_match=0, priorities=PagePriorities(attention=DEFAULT_PRIORITY + 1)
+    )
     assert rig.compute(important, [1] * 8)
     important.close()
     rig.cache([2] * 8)
@@ -95,14 +98,14 @@ def test_priority_outlives_recency() -> None:
     assert rig.manager.probe(SCOPE, [1] * 8) == 8
     assert rig.manager.probe(SCOPE, [2] * 8) == 4
     with pytest.raises(ValueError, match=r"priority must be in 0\.\.100, got 101"):
-        rig.manager.open(SCOPE, [1], max_match=1, priority=101)
+        rig.manager.open(SCOPE, [1], max_match=1, priorities=PagePriorities(attention=101))
 
 
 def test_losing_a_parent_takes_the_children_along() -> None:
     """A child of higher priority outlives its parent in the queue, not in the tree."""
     rig = Rig("full", 4)
     rig.cache([1] * 4)
-    child = rig.manager.open(SCOPE, [1] * 8, max_match=0, priority=90)
+    child = rig.manager.open(SCOPE, [1] * 8, max_match=0, priorities=PagePriorities(attention=90))
     assert rig.compute(child, [1] * 8)
     child.close()
     rig.manager.check()
@@ -127,15 +130,15 @@ def test_match_needs_sinks_and_the_last_window() -> None:
     tokens = list(range(40))
     packed = pack_tokens(tokens)
     for lost in range(10):
-        tree = PrefixTree(2)
+        tree = PrefixTree(2, plan.tokens_per_block, 0)
         node = root = tree.root(SCOPE)
         for block in range(10):
             block_tokens = packed[block * 16 : (block + 1) * 16]
             key, _ = tree.child(node, block_tokens)
             node = tree.insert(node, key, block_tokens)
-            node.pages[0] = Page(block, 0, DEFAULT_PRIORITY)
-            node.pages[1] = None if block == lost else Page(block + 10, 1, DEFAULT_PRIORITY)
-        found = find(plan.layer_groups, plan.tokens_per_block, tree, root, packed)
+            tree.pages[:, node] = (block, -1 if block == lost else block + 10)
+        prompt = Prompt(SCOPE, tokens, plan.tokens_per_block)
+        found = find(plan.layer_groups, tree, root, prompt, len(tokens))
         # at 40 tokens blocks 0, 1 (sinks), 8 and 9 (window) are needed; without 8 or 9 the length
         # falls back to where the window ends before them, without a sink to the blocks before it
         assert found.tokens == {0: 0, 1: 4, 8: 32, 9: 36}.get(lost, 40)
@@ -167,7 +170,7 @@ def test_keys_are_a_sha256_chain() -> None:
 
 
 def test_partial_matches_come_longest_first() -> None:
-    tree = PrefixTree(1)
+    tree = PrefixTree(1, 3, 0)
     root = tree.root(SCOPE)
     for tokens in ([1, 2, 3], [1, 2, 4], [1, 5, 5], [2, 2, 2]):
         packed = pack_tokens(tokens)

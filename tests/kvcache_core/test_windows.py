@@ -221,10 +221,10 @@ def test_state_beyond_the_committed_tokens_is_not_published() -> None:
         assert rig.manager.probe(SCOPE, PROMPT) == 0
 
 
-def test_pending_snapshot_is_published_at_a_block_boundary() -> None:
+def test_pending_snapshot_is_published_at_any_length() -> None:
     rig = Rig("recurrent", 64)
     sequence = rig.open(PROMPT)
-    for end, is_recorded in ((BLOCK * 3, True), (18, False)):
+    for end in (BLOCK * 3, 18):
         assert sequence.grow(end)
         slot = sequence.acquire_snapshot_slot()
         assert slot is not None
@@ -233,10 +233,15 @@ def test_pending_snapshot_is_published_at_a_block_boundary() -> None:
             rig.memory.write(sequence, PROMPT, sequence.history, end, group)
         rig.memory.content[1][slot][0] = tuple(PROMPT[:end])
         sequence.advance(end)
-        assert sequence.commit_with_snapshot(PROMPT[sequence.committed : end]) is is_recorded
+        assert sequence.commit_with_snapshot(PROMPT[sequence.committed : end])
         rig.manager.check()
-    assert rig.manager.probe(SCOPE, [*PROMPT[:12], 1]) == 12
-    branch = rig.open([*PROMPT[:12], 1])
+    for end in (12, 18):
+        assert rig.manager.probe(SCOPE, [*PROMPT[:end], 1]) == end
+        branch = rig.open([*PROMPT[:end], 1])
+        rig.verify(branch, PROMPT)
+        branch.close()
+    assert rig.compute(sequence, PROMPT)  # the snapshot has pages of its own
+    branch = rig.open([*PROMPT[:18], 1])
     rig.verify(branch, PROMPT)
     branch.close()
     sequence.close()

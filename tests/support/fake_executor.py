@@ -16,7 +16,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from kvcache_core.layout import LayoutPlan
-from kvcache_core.ports import PageCopier
+from kvcache_core.ports import PageCopier, SlotArray
 from worker.messages import SamplingParams, StopRule, TokenLogprob
 from worker.ports import Draw, Drawn, Executor, RowFailed, Slice, SliceResult
 
@@ -38,9 +38,19 @@ class FakeMemory(PageCopier):
         self.stamps = [np.zeros(shape, dtype=np.uint64) for shape in shapes]
 
     @override
-    def copy_slot(self, pool_group: int, source: int, target: int) -> None:
-        self.tokens[pool_group][target] = self.tokens[pool_group][source]
-        self.stamps[pool_group][target] = self.stamps[pool_group][source]
+    def copy_slots(self, pool_group: int, sources: SlotArray, targets: SlotArray) -> None:
+        self.tokens[pool_group][targets] = self.tokens[pool_group][sources]
+        self.stamps[pool_group][targets] = self.stamps[pool_group][sources]
+
+    @override
+    def demote_slots(self, pool_group: int, device_slots: SlotArray, host_slots: SlotArray) -> None:
+        raise AssertionError("this memory has no host tier")
+
+    @override
+    def onboard_slots(
+        self, pool_group: int, host_slots: SlotArray, device_slots: SlotArray
+    ) -> None:
+        raise AssertionError("this memory has no host tier")
 
     def write_slot(
         self,
