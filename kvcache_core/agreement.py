@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from kvcache_core.spec import ElementType, KVCacheLayerSpec
 
 
@@ -32,6 +34,7 @@ class SpecMismatch:
     spec: str
     declared: str
 
+    @override
     def __str__(self) -> str:
         return f"layer {self.layer_id} {self.fact}: spec {self.spec}, model {self.declared}"
 
@@ -86,7 +89,7 @@ def require_relocatable(specs: Sequence[KVCacheLayerSpec]) -> None:
     states = [spec.layer_id for spec in specs if spec.is_recurrent]
     if states:
         raise ValueError(f"tokens cannot be relocated in recurrent layers {states}")
-    facts = {
+    facts: dict[str, set[object]] = {
         "dtype": {spec.dtype.value for spec in specs},
         "kv_factor": {spec.kv_factor for spec in specs},
         "num_kv_heads": {spec.num_kv_heads for spec in specs},

@@ -64,10 +64,11 @@ class IndexSpace:
                 base_offset_bytes=address.offset_bytes if shared else 0,
                 pages_per_block=address.geometry.pages_per_block,
             )
-        space._check(address)
+        space.check(address)
         return space
 
-    def _check(self, address: BufferAddress) -> None:
+    def check(self, address: BufferAddress) -> None:
+        """Go to pages and back. Raises InvariantViolation when the address rule says otherwise."""
         for slot in CHECKED_SLOTS:
             for page in {0, self.pages_per_block - 1}:
                 index = slot * self.scale + self.bias + page

@@ -111,3 +111,23 @@ class Pools:
     def at(self, address: BufferAddress, offset: int, count: int) -> npt.NDArray[np.uint8]:
         """``count`` bytes at an offset of the buffer's pool."""
         return self.pools[address.pool_group][address.pool][offset : offset + count]
+
+
+GEMMA = tuple(
+    attention(index, BF16, 1, 256, window=None if index % 6 == 5 else 512) for index in range(26)
+)
+"""One full layer in six, 22 with a window."""
+
+LAYOUTS: dict[str, tuple[KVCacheLayerSpec, ...]] = {
+    "full": (attention(0), attention(1)),
+    "window in the same pool group": (attention(0), attention(1, window=96)),
+    "window in its own": (attention(0, heads=3), attention(1, window=96), attention(2, window=96)),
+    "sinks": (attention(0), attention(1, window=96, sink_tokens=80)),
+    "windows only": (attention(0, window=100), attention(1, window=200)),
+    "hybrid": (attention(0, heads=2), states(1), draft(2, policy=OPTIONAL)),
+    "windowed draft": (
+        *(attention(layer, heads=4) for layer in range(3)),
+        draft(3, heads=2, window=130, policy=OPTIONAL),
+    ),
+    "packed and key-only": (packed(0, 2), attention(1, kv_factor=1, head_dim=96), draft(2, FP8)),
+}

@@ -1,242 +1,352 @@
-"""Grouping, coalescing, views, index spaces and sizes."""
+"""Grouping, coalescing, addresses and views."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from kvcache_core.index_space import IndexKind, IndexSpace
+from kvcache_core.draft_layers import append_draft_layers
+from kvcache_core.index_space import IndexSpace
 from kvcache_core.layout import LayoutPlan
-from kvcache_core.sizing import SizingDemand
+from kvcache_core.life_cycle import LifeCycle
+from kvcache_core.pointer_table import per_layer_pointers, pool_pointers
+from kvcache_core.sizing_demand import SizingDemand
 from kvcache_core.spec import (
     BufferRole,
-    BufferSpec,
     ElementType,
+    IndexKind,
     KVCacheLayerSpec,
     PageMapping,
-    ReusePolicy,
 )
-from tests.kvcache_core.support import DRAFT, LAYOUTS, TARGET, layer, plan_of, state_layer
-
-GEMMA = [
-    KVCacheLayerSpec(
-        layer_id=index,
-        owner=TARGET,
-        dtype=ElementType.BFLOAT16,
-        num_kv_heads=1,
-        head_dim=256,
-        window=None if index % 6 == 5 else 512,
-    )
-    for index in range(26)
-]
-
-layer_specs = st.builds(
-    KVCacheLayerSpec,
-    layer_id=st.just(0),
-    owner=st.sampled_from([TARGET, DRAFT]),
-    dtype=st.sampled_from([ElementType.BFLOAT16, ElementType.FLOAT8_E4M3, ElementType.FLOAT32]),
-    num_kv_heads=st.integers(1, 4),
-    head_dim=st.sampled_from([8, 24, 64]),
-    kv_factor=st.sampled_from([1, 2]),
-    window=st.sampled_from([None, 32, 100]),
-    policy=st.sampled_from(list(ReusePolicy)),
-    tokens_per_page=st.sampled_from([None, 4, 8]),
-    scale_block_elements=st.sampled_from([None, 8]),
+from tests.kvcache_core.samples import (
+    BF16,
+    DRAFT,
+    FP8,
+    GEMMA,
+    GIB,
+    KEY,
+    OPTIONAL,
+    PACKED4,
+    TARGET,
+    VALUE,
+    Pools,
+    attention,
+    derive,
+    draft,
+    index_keys,
+    packed,
+    states,
 )
+from tests.kvcache_core.strategies import BLOCK, spec_lists
 
 
-def numbered(specs: list[KVCacheLayerSpec]) -> list[KVCacheLayerSpec]:
-    """The same specs with ids 0, 1, ..."""
-    fields = [{**vars(spec), "layer_id": index} for index, spec in enumerate(specs)]
-    return [KVCacheLayerSpec(**field) for field in fields]
-
-
-@settings(max_examples=30, deadline=None)
-@given(specs=st.lists(layer_specs, min_size=1, max_size=8), data=st.data())
+@settings(max_examples=40, deadline=None)
+@given(specs=spec_lists(8), data=st.data())
 def test_every_byte_belongs_to_one_buffer(
     specs: list[KVCacheLayerSpec], data: st.DataObject
 ) -> None:
-    specs = numbered(specs)
-    plan = LayoutPlan.derive(specs, tokens_per_block=16)
+    """Real pools of an odd number of slots: pages written one after the other never overlap."""
+    plan = LayoutPlan.derive(specs, tokens_per_block=BLOCK)
     shuffled = data.draw(st.permutations(specs))
-    assert LayoutPlan.derive(shuffled, tokens_per_block=16) == plan
-    slots = 5
-    owners: dict[tuple[int, int, int], set[tuple[int, int]]] = {}
-    for (layer_id, _), address in plan.addresses.items():
-        pages = address.geometry.pages_per_block
-        for slot in range(slots):
-            for page in range(pages):
-                start = address.byte_offset(slot, page)
-                key = (address.layer_group, address.pool, slot)
-                assert slot * address.slot_bytes <= start
-                assert start + address.geometry.page_bytes <= (slot + 1) * address.slot_bytes
-                assert start % 64 == 0
-                taken = owners.setdefault(key, set())
-                span = (start, start + address.geometry.page_stride_bytes)
-                assert all(span[1] <= low or high <= span[0] for low, high in taken), layer_id
-                taken.add(span)
-    assert sorted(b.offset_bytes for v in plan.views for b in v.buffers) == sorted(
-        address.offset_bytes for address in plan.addresses.values()
-    )
+    assert LayoutPlan.derive(shuffled, tokens_per_block=BLOCK) == plan
+    for group in plan.layer_groups:
+        pools = Pools(plan, [3] * len(plan.pool_groups))
+        for layer_id in group.layer_ids:
+            for buffer in plan.spec(layer_id).buffers:
+                address = plan.address(layer_id, buffer.role)
+                assert address.layer_group == group.id
+                for slot in range(3):
+                    for page in range(address.geometry.pages_per_block):
+                        start = address.byte_offset(slot, page)
+                        assert start % 64 == 0
+                        written = pools.at(address, start, address.geometry.page_stride_bytes)
+                        assert written.size == address.geometry.page_stride_bytes
+                        assert not written.any()
+                        written[:] = 1
+        for pool in pools.pools[group.pool_group]:
+            assert pool.all()
     for view in plan.views:
-        assert {plan.spec(b.layer_id).owner for b in view.buffers} == {view.owner}
+        assert {plan.owner(b.layer_id) for b in view.buffers} == {view.owner}
         assert {b.geometry for b in view.buffers} == {view.geometry}
+    assert sum(len(view.buffers) for view in plan.views) == len(plan.addresses)
 
 
-@settings(max_examples=30, deadline=None)
-@given(specs=st.lists(layer_specs, min_size=1, max_size=6))
-def test_index_spaces_go_there_and_back(specs: list[KVCacheLayerSpec]) -> None:
-    plan = LayoutPlan.derive(numbered(specs), tokens_per_block=16)
+@pytest.mark.parametrize(
+    ("change", "token_bytes"),
+    [
+        ({"dtype": FP8}, 256 + 128),
+        ({"num_kv_heads": 3}, 256 + 768),
+        ({"head_dim": 32}, 256 + 128),
+        ({"kv_factor": 1}, 256 + 128),
+        ({"extra_buffers": (index_keys(32),)}, 256 + 256 + 64),
+        ({"dtype": PACKED4, "scale_block_elements": 16}, 256 + 72),
+    ],
+)
+def test_k03_everything_follows_from_the_specs(change: dict[str, object], token_bytes: int) -> None:
+    """Restated: specs are the only input. One changed field moves addresses, index space, pointer
+    table, bytes, slots and estimate together, and nothing else needs to be told.
+    """
+    changed = replace(attention(1), **change)  # type: ignore[arg-type]
+    specs = [attention(0), changed, attention(2, window=100)]
+    plan = derive(*specs)
+    assert plan.bytes_per_token == token_bytes + 256
+    slots = plan.slots_for(GIB)
+    assert plan.estimate(GIB).slots == slots
+    assert 0.999 * GIB < plan.pool_bytes(slots) <= GIB
+    # a window of 100 keeps 3 of the 32 blocks of a typical sequence
+    assert slots[0] == pytest.approx(GIB / 64 / (token_bytes + 256 * 3 / 32), rel=0.001)
+    pools = Pools(plan)
+    pointers = per_layer_pointers(plan, pool_pointers(plan, pools.bases))
+    for layer_id in (0, 1, 2):
+        address = plan.address(layer_id, KEY)
+        base = pools.bases[address.pool_group][address.pool]
+        assert pointers[layer_id, address.pool, 0] == base + address.offset_bytes
+        assert pointers[layer_id, address.pool, 1] == address.slot_bytes
+        space = plan.index_space(layer_id, KEY)
+        assert space.byte_offset(5) == address.byte_offset(5)
+
+
+def test_k03_a_plan_is_a_value() -> None:
+    """Restated: no manager exists without its specs, so that no default can stand in for them."""
+    assert derive(*GEMMA) == derive(*reversed(GEMMA))
+    assert derive(*GEMMA) != derive(*GEMMA[:-1])
+    with pytest.raises(ValueError, match="at least one layer"):
+        derive()
+
+
+def test_k05_windows_are_normalised_in_groups_and_sizes_alike() -> None:
+    """512 tokens at most: a window of 512 is none, one of 511 is a life cycle."""
+    specs = [attention(0), attention(1, window=512)]
+    short = derive(*specs, longest=512)
+    assert [group.layer_ids for group in short.layer_groups] == [(0, 1)]
+    assert short.layer_groups[0].life_cycle.is_full
+    full = derive(attention(0), attention(1), longest=512)
+    assert short.slots_for(GIB) == full.slots_for(GIB)
+    assert short.estimate(GIB) == full.estimate(GIB)
+    assert short.cost_classes == full.cost_classes
+    limited = derive(attention(0), attention(1, window=511), longest=512)
+    assert [group.life_cycle.window for group in limited.layer_groups] == [None, 511]
+    assert limited.slots_for(GIB) != full.slots_for(GIB)
+
+
+def test_b02_window_beyond_the_longest_sequence_is_full_attention() -> None:
+    """With sinks too: a layer that sees everything has no sinks to keep apart."""
+    plan = derive(attention(0), attention(1, window=8192, sink_tokens=64), longest=4096)
+    assert [group.life_cycle.sink_blocks for group in plan.layer_groups] == [0]
+    kept = derive(attention(0), attention(1, window=8192, sink_tokens=65), longest=8193)
+    assert [group.life_cycle.sink_blocks for group in kept.layer_groups] == [0, 2]
+    assert kept.layer_groups[1].life_cycle.window == 8192
+
+
+def test_k06_buffers_coalesce_by_life_cycle_group_and_size() -> None:
+    """Layer 1 has the size of layer 0 with another dtype, layer 2 another size, layer 3 another
+    coalescing group, layer 4 another life cycle.
+    """
+    plan = derive(
+        attention(0, BF16, 2, 64),
+        attention(1, FP8, 4, 64),
+        attention(2, FP8, 2, 64),
+        attention(3, BF16, 2, 64, coalescing_group=1),
+        attention(4, BF16, 2, 64, window=100),
+    )
+    size = 2 * 64 * 64 * 2
+    places = {spec.layer_id: plan.address(spec.layer_id, KEY) for spec in plan.specs}
+    assert [(a.layer_group, a.pool, a.offset_bytes) for a in places.values()] == [
+        (0, 0, 0),
+        (0, 0, 2 * size),
+        (0, 2, 0),
+        (0, 1, 0),
+        (1, 0, 0),
+    ]
+    assert plan.layer_groups[0].slot_bytes == (4 * size, 2 * size, size)
+    assert plan.layer_groups[1].slot_bytes == (2 * size,)
+
+
+def test_k06_expanded_size_counts_all_pages_of_a_block() -> None:
+    """Pages of 32 tokens twice as wide as pages of 64: one key, because a block is as large."""
+    plan = derive(attention(0, heads=2), attention(1, heads=2, tokens_per_page=16))
+    assert len(plan.layer_groups[0].slot_bytes) == 1
+    assert plan.address(1, KEY).geometry.pages_per_block == 4
+
+
+def test_k07_data_and_scales_are_two_pools_under_one_index() -> None:
+    specs = [packed(layer, 4, 64, index_kind=IndexKind.PER_LAYER) for layer in range(3)]
+    plan = derive(*specs)
+    assert plan.pool_groups[0].slot_bytes == (6 * 4 * 32 * 64, 6 * 4 * 4 * 64)
+    pools = Pools(plan)
+    for layer in range(3):
+        for data_role, scale_role in (
+            (KEY, BufferRole.KEY_SCALE),
+            (VALUE, BufferRole.VALUE_SCALE),
+        ):
+            data, scale = plan.address(layer, data_role), plan.address(layer, scale_role)
+            assert (data.pool_group, scale.pool_group) == (0, 0)
+            assert (data.pool, scale.pool) == (0, 1)
+            data_space = plan.index_space(layer, data_role)
+            scale_space = plan.index_space(layer, scale_role)
+            for slot in (1, 3, 6):
+                index = data_space.expand(np.array([slot], dtype=np.int32))
+                assert (index == scale_space.expand(np.array([slot], dtype=np.int32))).all()
+                pools.slot_view(scale)[slot] = 10 * layer + slot
+                at = scale_space.byte_offset(int(index[0]))
+                assert (pools.at(scale, at, scale.bytes) == 10 * layer + slot).all()
+
+
+def test_k07_layers_without_scales_may_not_shift_the_data() -> None:
+    """fp8 keys half as wide are as large as packed ones, share their pool, and have no scales."""
+    specs = [packed(0, 4, 64, index_kind=IndexKind.SHARED), attention(1, FP8, 4, 32)]
+    with pytest.raises(ValueError, match=r"slot \* 4 \+ 0, its scales slot \* 2 \+ 0"):
+        derive(*specs)
+    apart = [specs[0], replace(specs[1], coalescing_group=2)]
+    assert derive(*apart).layer_groups[0].slot_bytes == (2 * 4 * 32 * 64, 2 * 4 * 32 * 64, 2048)
+
+
+def test_b07_odd_slots_of_coalesced_layers_are_addressed_by_the_slot_stride() -> None:
+    """Strided views of real memory, written through, are found by the address rule and by every
+    index space, in odd slots and the last one.
+    """
+    plan = derive(
+        packed(0, 2, 64), attention(1, FP8, 2, 32), packed(2, 2, 64), attention(3, kv_factor=1)
+    )
+    pools = Pools(plan)
+    rng = np.random.default_rng(0)
     for address in plan.addresses.values():
-        for kind in IndexKind:
-            try:
+        view = pools.slot_view(address)
+        view[:] = rng.integers(0, 256, view.shape, dtype=np.uint8)
+    for address in plan.addresses.values():
+        for slot in (0, 1, 3, 5, 6):
+            expected = pools.slot_view(address)[slot]
+            at = address.byte_offset(slot)
+            assert np.array_equal(pools.at(address, at, address.bytes), expected)
+            for kind in IndexKind:
                 space = IndexSpace.of(address, kind)
-            except ValueError:
-                assert kind is not IndexKind.RAW_SLOT
-                continue
-            slots = np.array([0, 3, 6, 1], dtype=np.int32)
-            indices = space.expand(slots)
-            assert indices.dtype == np.int32
-            assert [space.slot_of(int(i)) for i in indices[:: space.pages_per_block]] == [
-                0,
-                3,
-                6,
-                1,
-            ]
-            assert space.upper_bound(7) == space.expand(np.array([6], dtype=np.int32))[-1] + 1
+                index = int(space.expand(np.array([slot], dtype=np.int32))[0])
+                found = pools.at(address, space.byte_offset(index), address.bytes)
+                assert np.array_equal(found, expected), (address, kind, slot)
 
 
-def test_expansion_clamps_missing_blocks() -> None:
-    spec = KVCacheLayerSpec(
-        layer_id=0,
-        owner=DRAFT,
-        dtype=ElementType.BFLOAT16,
-        num_kv_heads=2,
-        head_dim=64,
-        tokens_per_page=32,
-    )
-    plan = LayoutPlan.derive([spec], tokens_per_block=128)
-    key = IndexSpace.of(plan.address(0, BufferRole.KEY), IndexKind.PER_LAYER)
-    value = IndexSpace.of(plan.address(0, BufferRole.VALUE), IndexKind.PER_LAYER)
-    table = np.array([[5, -1], [0, 1]], dtype=np.int32)
-    assert key.expand(table).tolist() == [[40, 41, 42, 43, 0, 0, 0, 0], [0, 1, 2, 3, 8, 9, 10, 11]]
-    assert value.expand(table)[0, :4].tolist() == [44, 45, 46, 47]
+def test_k09_a_slot_stride_is_no_multiple_of_one_layer() -> None:
+    """Index keys of layer 0 lie before layer 1: its keys are not behind two pages."""
+    plan = derive(attention(0, head_dim=128, extra_buffers=(index_keys(),)), attention(1, heads=2))
+    first, second = plan.address(0, KEY), plan.address(1, KEY)
+    page = 64 * 128 * 2
+    assert (first.slot_bytes, second.offset_bytes) == (5 * page, 3 * page)
+    assert second.byte_offset(3) == 3 * 5 * page + 3 * page
+    assert second.byte_offset(3) != 3 * 2 * page + 3 * page
 
 
-def test_mixed_windows_make_two_layer_groups() -> None:
-    plan = LayoutPlan.derive(GEMMA, tokens_per_block=64, max_sequence_tokens=8192)
-    assert [len(group.layer_ids) for group in plan.layer_groups] == [22, 4]
-    assert [group.life_cycle.window for group in plan.layer_groups] == [512, None]
-    assert [view.whole_slot for view in plan.views] == [True, True]
-    assert plan.bytes_per_token == 26 * 2 * 256 * 2
-    assert plan.layer_group_of(5).id == 1
-    short = LayoutPlan.derive(GEMMA, tokens_per_block=64, max_sequence_tokens=512)
-    assert len(short.layer_groups) == 1
-
-
-def test_equal_slot_sizes_share_a_pool_group() -> None:
-    plan = plan_of("mixed, one pool group")
-    assert [group.layer_groups for group in plan.pool_groups] == [(0, 1)]
-    assert plan.resident_slots(20) == (5 + 2,)
-
-
-def test_target_and_draft_share_slots_but_no_view() -> None:
-    plan = LayoutPlan.derive([layer(0), layer(1, owner=DRAFT)], tokens_per_block=4)
-    assert len(plan.layer_groups) == 1
-    assert [(view.owner, view.whole_slot) for view in plan.views] == [
-        (TARGET, False),
-        (DRAFT, False),
-    ]
-
-
-def test_data_and_scales_are_two_pools_under_one_index() -> None:
-    spec = KVCacheLayerSpec(
-        layer_id=0,
-        owner=TARGET,
-        dtype=ElementType.PACKED4,
-        num_kv_heads=4,
-        head_dim=64,
-        scale_block_elements=16,
-    )
-    plan = LayoutPlan.derive([spec], tokens_per_block=64)
-    data, scale = (plan.address(0, r) for r in (BufferRole.KEY, BufferRole.KEY_SCALE))
-    assert (data.pool_group, data.pool) == (0, 0)
-    assert (scale.pool_group, scale.pool) == (0, 1)
-    assert plan.pool_groups[0].slot_bytes == (2 * 4 * 64 * 32, 2 * 4 * 64 * 4)
-
-
-def test_third_buffer_in_the_slot_moves_the_stride() -> None:
+def test_b48_third_buffer_in_the_slot_moves_the_stride() -> None:
     """Index keys as large as a page of keys: three pages a layer, so no stride is 'K plus V'."""
-    index = BufferSpec(
-        role=BufferRole.INDEX_KEY,
-        dtype=ElementType.BFLOAT16,
-        num_heads=1,
-        elements_per_head=128,
-        mapping=PageMapping.REPLICATED,
-    )
-    specs = [
-        KVCacheLayerSpec(
-            layer_id=layer_id,
-            owner=TARGET,
-            dtype=ElementType.BFLOAT16,
-            num_kv_heads=1,
-            head_dim=128,
-            extra_buffers=(index,),
-        )
-        for layer_id in range(2)
-    ]
-    plan = LayoutPlan.derive(specs, tokens_per_block=64)
-    assert IndexSpace.of(plan.address(1, BufferRole.VALUE), IndexKind.PER_LAYER).scale == 6
-    assert plan.address(1, BufferRole.KEY).offset_bytes == 3 * 64 * 128 * 2
+    specs = [attention(n, head_dim=128, extra_buffers=(index_keys(128),)) for n in range(2)]
+    plan = derive(*specs)
+    assert IndexSpace.of(plan.address(1, VALUE), IndexKind.PER_LAYER).scale == 6
+    assert plan.address(1, KEY).offset_bytes == 3 * 64 * 128 * 2
     assert [(v.geometry.mapping, len(v.buffers)) for v in plan.views] == [
         (PageMapping.HEAD_MAJOR, 4),
         (PageMapping.REPLICATED, 2),
     ]
 
 
+def test_k31_appended_draft_layers_have_their_own_pointer_and_scale() -> None:
+    """The target takes slots, the drafter pages of 32 tokens in its own pool."""
+    target = [packed(layer, 4, 128) for layer in range(5)]
+    drafts = [
+        draft(n, FP8, 2, 128, policy=OPTIONAL, tokens_per_page=32, index_kind=IndexKind.PER_LAYER)
+        for n in range(2)
+    ]
+    plan = derive(*append_draft_layers(target, drafts, num_target_layers=40), tokens_per_block=128)
+    assert plan.layer_ids == (0, 1, 2, 3, 4, 40, 41)
+    assert [group.layer_ids for group in plan.layer_groups] == [(0, 1, 2, 3, 4), (40, 41)]
+    assert plan.pool_groups[1].slot_bytes == (2 * 2 * 2 * 128 * 128,)
+    assert plan.index_space(41, KEY).scale == 16
+    assert plan.index_space(41, KEY).bias == 8
+    assert plan.index_space(4, KEY).scale == 1
+    assert plan.spec(40).dtype is FP8
+    assert plan.slots_for(GIB)[1] > 0
+    classes = [(entry.owner, entry.token_bytes) for entry in plan.cost_classes]
+    assert classes == [(TARGET, 5 * 2 * 4 * 72), (DRAFT, 2 * 2 * 2 * 128)]
+
+
+def test_b33_draft_pool_pointers_reach_real_pages() -> None:
+    target = [attention(layer, BF16, 4, 64) for layer in range(3)]
+    plan = derive(
+        *append_draft_layers(
+            target,
+            [draft(n, FP8, 1, 64, window=100, index_kind=IndexKind.PER_LAYER) for n in (0, 1)],
+            num_target_layers=3,
+        )
+    )
+    pools = Pools(plan, [4, 7])
+    table = per_layer_pointers(plan, pool_pointers(plan, pools.bases))
+    for row, layer in enumerate(plan.layer_ids):
+        address = plan.address(layer, KEY)
+        pools.slot_view(address)[-1] = 100 + layer
+        pointer, stride = table[row, address.pool]
+        last = pools.slots[address.pool_group] - 1
+        at = int(pointer + last * stride - pools.bases[address.pool_group][address.pool])
+        assert (pools.at(address, at, address.bytes) == 100 + layer).all()
+    assert table[3, 0, 1] == 2 * 2 * 64 * 64
+    assert table[0, 0, 1] == 3 * 2 * 4 * 64 * 64 * 2
+
+
+def test_b26_float_target_and_fp8_draft_lie_in_their_own_pools() -> None:
+    """One life cycle even: the dtype alone separates pools, views and addresses."""
+    plan = derive(
+        attention(0, ElementType.FLOAT32, 2), attention(1, ElementType.FLOAT32, 2), draft(2, FP8, 2)
+    )
+    assert len(plan.layer_groups) == 1
+    assert plan.layer_groups[0].slot_bytes == (4 * 2 * 64 * 64 * 4, 2 * 2 * 64 * 64)
+    assert [(view.owner, view.pool, view.whole_slot) for view in plan.views] == [
+        (TARGET, 0, True),
+        (DRAFT, 1, True),
+    ]
+    pools = Pools(plan)
+    target, drafter = plan.address(1, VALUE), plan.address(2, VALUE)
+    pools.slot_view(target)[:] = 1
+    pools.slot_view(drafter)[:] = 2
+    assert (pools.at(target, target.byte_offset(5), target.bytes) == 1).all()
+    assert (pools.at(drafter, drafter.byte_offset(5), drafter.bytes) == 2).all()
+
+
+def test_mixed_windows_make_two_layer_groups() -> None:
+    plan = derive(*GEMMA, longest=8192)
+    assert [len(group.layer_ids) for group in plan.layer_groups] == [22, 4]
+    assert [group.life_cycle.window for group in plan.layer_groups] == [512, None]
+    assert [view.whole_slot for view in plan.views] == [True, True]
+    assert plan.bytes_per_token == 26 * 2 * 256 * 2
+    assert plan.layer_group_of(5).id == 1
+
+
+def test_equal_slot_sizes_share_a_pool_group() -> None:
+    plan = derive(attention(0), attention(1, window=6), tokens_per_block=4)
+    assert [group.layer_groups for group in plan.pool_groups] == [(0, 1)]
+    assert plan.resident_slots(20) == (5 + 2,)
+
+
 def test_contradictions_are_refused() -> None:
     with pytest.raises(ValueError, match="layer id 0 occurs twice"):
-        LayoutPlan.derive([layer(0), layer(0, owner=DRAFT)], tokens_per_block=4)
-    with pytest.raises(ValueError, match="at least one layer"):
-        LayoutPlan.derive([], tokens_per_block=4)
-    odd = KVCacheLayerSpec(**{**vars(layer(0)), "tokens_per_page": 3})
-    with pytest.raises(ValueError, match="do not divide blocks of 4"):
-        LayoutPlan.derive([odd], tokens_per_block=4)
+        derive(attention(0), draft(0))
+    with pytest.raises(ValueError, match="do not divide blocks of 64"):
+        derive(attention(0, tokens_per_page=3))
+    with pytest.raises(ValueError, match="tokens_per_block must be positive"):
+        derive(attention(0), tokens_per_block=0)
+    with pytest.raises(ValueError, match="max_sequence_tokens must be positive"):
+        derive(attention(0), longest=0)
+    plan = derive(attention(0), states(1))
     with pytest.raises(KeyError, match=r"no value_scale buffer; it has \['key', 'value'\]"):
-        plan_of("full").address(0, BufferRole.VALUE_SCALE)
+        plan.address(0, BufferRole.VALUE_SCALE)
+    with pytest.raises(KeyError, match="no layer 9"):
+        plan.layer_group_of(9)
+    with pytest.raises(KeyError, match=r"the plan has \[0, 1\]"):
+        plan.spec(9)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_slots_stay_within_the_quota_and_above_the_floors(name: str) -> None:
-    plan = plan_of(name)
-    demand = SizingDemand(chunk_tokens=32, resident_sequences=4, typical_sequence_tokens=64)
-    for quota in (20_000, 100_000, 1_000_000):
-        try:
-            slots = plan.slots_for(quota, demand)
-        except ValueError as error:
-            assert "raise the cache bytes" in str(error)  # noqa: PT017
-            assert quota == 20_000
-            continue
-        used = plan.pool_bytes(slots)
-        assert used <= quota
-        if plan.layer_groups[0].life_cycle.is_full:
-            assert used > 0.9 * quota - 8_000
-            assert plan.sequence_capacity_tokens(slots, demand) >= 32
-
-
-def test_windowed_pool_is_sized_for_windows_not_for_tokens() -> None:
-    plan = LayoutPlan.derive(GEMMA, tokens_per_block=64)
-    demand = SizingDemand(chunk_tokens=512, resident_sequences=16)
-    windowed, full = plan.slots_for(1 << 30, demand)
-    live = plan.layer_groups[0].life_cycle.most_live_blocks(1, 64)
-    assert windowed >= 16 * live + 8
-    assert full > 3 * windowed
-    assert plan.sequence_capacity_tokens((windowed, full), demand) == full * 64
-
-
-def test_recurrent_slots_do_not_grow_with_tokens() -> None:
-    plan = LayoutPlan.derive([layer(0), state_layer(1)], tokens_per_block=4)
-    demand = SizingDemand(chunk_tokens=16, resident_sequences=8, typical_sequence_tokens=10**9)
-    assert plan.slots_for(1 << 20, demand)[1] == plan.slots_for(1 << 22, demand)[1] == 16
+def test_a_plan_can_be_asked_with_any_demand() -> None:
+    """The default demand is what worker code relies on: no drafter, no dummies, no headroom."""
+    plan = derive(*GEMMA, longest=8192)
+    assert plan.slots_for(GIB) == plan.slots_for(GIB, SizingDemand())
+    assert isinstance(plan.layer_groups[0].life_cycle, LifeCycle)
