@@ -99,10 +99,10 @@ class _Fields:
         """Entries of a list with their paths; a missing list is empty."""
         return _items(self.take(name, []), self.path(name))
 
-    def finish(self) -> None:
+    def finish(self, what: str) -> None:
         """Refuse what nobody took: a misspelt field is not silently a default."""
         if self._left:
-            raise SpecFileError(f"{self.path(sorted(self._left)[0])}: unknown field")
+            raise SpecFileError(f"{self.path(sorted(self._left)[0])}: unknown field of {what}")
 
 
 def _items(value: object, path: str) -> list[tuple[object, str]]:
@@ -151,7 +151,7 @@ def parse_spec(document: object) -> SpecFile:
         host_quota_bytes=top.integer("host_quota_bytes", 0),
         demand=_demand(top.take("demand", {}), "demand"),
     )
-    top.finish()
+    top.finish("the document")
     return result
 
 
@@ -166,7 +166,7 @@ def _layers(value: object, path: str) -> list[KVCacheLayerSpec]:
     policy = entry.choice("policy", ReusePolicy, ReusePolicy.REQUIRED)
     buffers = [_buffer(item, where) for item, where in entry.items("state_buffers")]
     if buffers:
-        entry.finish()
+        entry.finish("a layer with state_buffers")
         return [_made(path, recurrent_layer, layer, owner, buffers, policy) for layer in ids]
     common: dict[str, object] = {
         "owner": owner,
@@ -186,7 +186,7 @@ def _layers(value: object, path: str) -> list[KVCacheLayerSpec]:
             _buffer(item, where) for item, where in entry.items("extra_buffers")
         ),
     }
-    entry.finish()
+    entry.finish("a layer")
     return [_made(path, KVCacheLayerSpec, layer_id=layer, **common) for layer in ids]
 
 
@@ -202,7 +202,7 @@ def _buffer(value: object, path: str) -> BufferSpec:
         "mapping": entry.choice("mapping", PageMapping, PageMapping.HEAD_MAJOR),
         "sections": tuple(_integer(item, where) for item, where in entry.items("sections")),
     }
-    entry.finish()
+    entry.finish("a buffer")
     return _made(path, BufferSpec, **common)
 
 
@@ -219,7 +219,7 @@ def _demand(value: object, path: str) -> SizingDemand:
     for field in fields(SizingDemand):
         if entry.has(field.name):
             common[field.name] = entry.integer(field.name)
-    entry.finish()
+    entry.finish("a demand")
     return _made(path, SizingDemand, **common) if common else DEFAULT_DEMAND
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -149,7 +150,8 @@ def test_k10_pointer_tables_have_two_shapes() -> None:
 def test_b07_pointer_tables_of_another_shape_are_refused() -> None:
     plan = derive(packed(0), attention(1, window=100))
     table = pool_pointers(plan, [[64, 128], [256]])
-    for wrong in (table[:2], table.T, table[None, None], table.astype(np.int32)):
+    wrong_tables: list[Any] = [table[:2], table.T, table[None, None], table.astype(np.int32)]
+    for wrong in wrong_tables:
         with pytest.raises(ValueError, match=r"expected int64 pointers \[3, 2\] or \[2, 2, 2\]"):
             per_layer_pointers(plan, wrong)
     with pytest.raises(ValueError, match=r"expected base addresses of \[2, 1\] pools"):

@@ -447,10 +447,10 @@ def test_b34_profiling_counts_every_group_of_the_plan() -> None:
 def test_demands_are_checked() -> None:
     for field in ("chunk_tokens", "resident_sequences", "append_tokens", "typical_sequence_tokens"):
         with pytest.raises(ValueError, match=f"{field} must be at least 1"):
-            SizingDemand(**{field: 0})
+            replace(SizingDemand(), **{field: 0})
     for field in ("scratch_tokens", "preemption_headroom", "dummy_sequences"):
         with pytest.raises(ValueError, match=f"{field} must not be negative"):
-            SizingDemand(**{field: -1})
+            replace(SizingDemand(), **{field: -1})
     with pytest.raises(ValueError, match="usable_percent"):
         SizingDemand(usable_percent=0)
     with pytest.raises(ValueError, match="snapshot_interval_tokens"):
