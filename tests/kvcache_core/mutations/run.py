@@ -1,8 +1,8 @@
-"""``python -m tests.kvcache_core.mutations.run [--only ROW] [--processes N]``: break every row once.
+"""Break every row once: ``python -m tests.kvcache_core.mutations.run [--only ROW] [--processes N]``.
 
 The tree is copied to a temporary directory. Unchanged, all tests named by the mutations must pass
-there; then each mutation is applied alone and each test that it names must fail. Prints a table and,
-as the last line, one JSON object; exits with 1 when a mutation survives or cannot be applied.
+there; then each mutation is applied alone and each test that it names must fail. Prints a table
+and, as the last line, one JSON object; exits with 1 when a mutation survives or cannot be applied.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def main() -> None:
                 result = future.result()
                 results.append(result)
                 print(
-                    f"{result.mutation.name:<24} {result.verdict.value:<9} {result.seconds:6.1f} s  "
+                    f"{result.mutation.name:<24} {result.verdict.value:<9} {result.seconds:6.1f} s "
                     f"{result.mutation.file}: {result.mutation.new.strip()}  {result.detail}",
                     flush=True,
                 )
