@@ -27,7 +27,7 @@ def document() -> dict[str, Any]:
 
 
 def test_the_mixed_example_has_everything() -> None:
-    """fp8, packed with index keys, key-only, window with sinks, states, windowed draft sub-pages."""
+    """fp8, packed with index keys, key-only, a window with sinks, states, a windowed drafter."""
     parsed = read_spec_file(MIXED)
     plan = LayoutPlan.derive(
         parsed.specs,
