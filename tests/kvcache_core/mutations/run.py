@@ -1,4 +1,4 @@
-"""Break every row once: ``python -m tests.kvcache_core.mutations.run [--only ROW] [--processes N]``.
+"""Break every row once: ``python -m tests.kvcache_core.mutations.run [--only ROW]``.
 
 The tree is copied to a temporary directory. Unchanged, all tests named by the mutations must pass
 there; then each mutation is applied alone and each test that it names must fail. Prints a table
@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import multiprocessing
 import queue
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,9 +24,11 @@ from enum import Enum
 from pathlib import Path
 
 from tests.kvcache_core.mutations.catalogue import ROOT, Mutation, load
+from tests.kvcache_core.mutations.child import OUTPUT, run_tests
 
 COPIED = ("kvcache_core", "transfer", "worker", "router", "services", "benchmarks", "tests")
 FILES = ("pyproject.toml",)
+PROCESSES = multiprocessing.get_context("forkserver")
 TEST_LIMIT_S = 300
 """A mutated test that does not end by then has noticed the mutation."""
 
@@ -87,19 +88,12 @@ def outcomes(copy: Path, tests: Sequence[str]) -> dict[str, bool] | None:
     """
     report = copy / "report.xml"
     report.unlink(missing_ok=True)
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(copy)}
-    options = ["-q", "-m", "", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    command = [sys.executable, "-m", "pytest", *options, *tests]
-    try:
-        subprocess.run(
-            command,
-            cwd=copy,
-            env=environment,
-            capture_output=True,
-            timeout=TEST_LIMIT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+    process = PROCESSES.Process(target=run_tests, args=(str(copy), list(tests), str(report)))
+    process.start()
+    process.join(TEST_LIMIT_S)
+    if process.is_alive():
+        process.kill()
+        process.join()
         return None
     cases = ElementTree.parse(report).iter("testcase") if report.exists() else iter(())
     passed: dict[str, bool] = {}
@@ -143,9 +137,10 @@ def check_unmutated(mutations: Sequence[Mutation], copies: WorkCopies) -> list[s
     tests = sorted({test for mutation in mutations for test in mutation.tests})
     with copies.borrow() as copy:
         passed = outcomes(copy, tests)
-    if passed is None:
-        return tests
-    return [test for test, is_passed in passed.items() if not is_passed]
+        failing = tests if passed is None else [test for test in tests if not passed[test]]
+        if failing:
+            print((copy / OUTPUT).read_text()[-4000:])
+    return failing
 
 
 def main() -> None:
@@ -158,6 +153,7 @@ def main() -> None:
     ]
     if not mutations:
         parser.error(f"no mutation of {arguments.only}")
+    PROCESSES.set_forkserver_preload(["numpy", "torch"])
     start = time.monotonic()
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as folder:
