@@ -104,6 +104,17 @@ def _life_cycle(group: LayerGroup) -> str:
     return f"window {life_cycle.window}{sinks}"
 
 
+def _policy(group: LayerGroup) -> str:
+    """The reuse policy, and what else limits reuse."""
+    life_cycle = group.life_cycle
+    ahead = life_cycle.look_ahead_tokens
+    return (
+        life_cycle.policy.value
+        + (f", looks {ahead} ahead" if ahead else "")
+        + (", needs hidden states" if life_cycle.needs_hidden_states else "")
+    )
+
+
 def _groups(plan: LayoutPlan) -> Iterator[str]:
     return _table(
         "layer groups (life cycles)",
@@ -112,7 +123,7 @@ def _groups(plan: LayoutPlan) -> Iterator[str]:
             (
                 group.id,
                 _life_cycle(group),
-                group.life_cycle.policy.value,
+                _policy(group),
                 _ids(group.layer_ids),
                 _ids(group.draft_layer_ids) or "-",
                 group.pool_group,

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import TypeVar
@@ -86,6 +86,13 @@ class _Fields:
     def optional_integer(self, name: str) -> int | None:
         value = self.take(name, None)
         return None if value is None else _integer(value, self.path(name))
+
+    def boolean(self, name: str) -> bool:
+        """A field that is false unless given."""
+        value = self.take(name, False)
+        if not isinstance(value, bool):
+            raise SpecFileError(f"{self.path(name)}: expected true or false, got {_shown(value)}")
+        return value
 
     def choice(self, name: str, kind: type[E], default: E | None = None) -> E:
         value = self.take(name, MISSING if default is None else default.value)
@@ -164,13 +171,17 @@ def _layers(value: object, path: str) -> list[KVCacheLayerSpec]:
         ids = [entry.integer("layer_id")]
     owner = entry.choice("owner", KVCacheLayerOwner)
     policy = entry.choice("policy", ReusePolicy, ReusePolicy.REQUIRED)
+    look_ahead = entry.integer("look_ahead_tokens", 0)
     buffers = [_buffer(item, where) for item, where in entry.items("state_buffers")]
     if buffers:
         entry.finish("a layer with state_buffers")
-        return [_made(path, recurrent_layer, layer, owner, buffers, policy) for layer in ids]
+        made = [_made(path, recurrent_layer, layer, owner, buffers, policy) for layer in ids]
+        return [_made(path, replace, spec, look_ahead_tokens=look_ahead) for spec in made]
     common: dict[str, object] = {
         "owner": owner,
         "policy": policy,
+        "look_ahead_tokens": look_ahead,
+        "needs_hidden_states": entry.boolean("needs_hidden_states"),
         "dtype": entry.choice("dtype", ElementType),
         "num_kv_heads": entry.integer("num_kv_heads"),
         "head_dim": entry.integer("head_dim"),

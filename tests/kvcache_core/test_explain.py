@@ -6,6 +6,7 @@ import copy
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ import pytest
 from kvcache_core.explain import explain, main
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.sizing_demand import BatchStep, SizingDemand
-from kvcache_core.spec import BufferRole, IndexKind
+from kvcache_core.spec import BufferRole, BufferSpec, IndexKind, KVCacheLayerSpec
 from kvcache_core.spec_json import SpecFileError, parse_spec, read_spec_file
-from tests.kvcache_core.samples import DRAFT, FP8, OPTIONAL, PACKED4
+from tests.kvcache_core.samples import DRAFT, FP8, OPTIONAL, PACKED4, TARGET
 
 MIXED = Path(__file__).parent / "data" / "mixed.json"
 
@@ -163,6 +164,7 @@ WRONG: list[tuple[list[str | int], Any, str]] = [
         r"demand.typical_step\[0\]: expected \[capacity, history\]",
     ),
     (["demand", "typical_step"], [[1, 2]], "demand.typical_step: expected 0 <= history"),
+    (["layers", 2, "needs_hidden_states"], 1, "needs_hidden_states: expected true or false, got 1"),
     (["quota"], 5, "quota: unknown field"),
 ]
 
@@ -188,6 +190,56 @@ def test_missing_fields_are_named() -> None:
         parse_spec(broken)
     with pytest.raises(SpecFileError, match="expected an object, got 3"):
         parse_spec(3)
+
+
+def test_every_field_of_a_spec_can_be_said() -> None:
+    """A field that the format forgets would be an unknown one."""
+    extra = {
+        "role": "index_key",
+        "dtype": "bfloat16",
+        "num_heads": 1,
+        "elements_per_head": 8,
+        "tokens_per_page": 16,
+        "coalescing_group": 3,
+        "mapping": "sectioned",
+        "sections": [4, 4],
+    }
+    entry = {
+        "layer_id": 3,
+        "owner": "target",
+        "dtype": "packed4",
+        "num_kv_heads": 4,
+        "head_dim": 128,
+        "kv_factor": 1,
+        "window": 100,
+        "sink_tokens": 5,
+        "policy": "optional",
+        "look_ahead_tokens": 2,
+        "needs_hidden_states": True,
+        "coalescing_group": 4,
+        "tokens_per_page": 32,
+        "scale_block_elements": 32,
+        "scale_coalescing_group": 5,
+        "index_kind": "shared",
+        "extra_buffers": [extra],
+    }
+    names = {field.name for field in fields(KVCacheLayerSpec)}
+    assert set(entry) == names - {"state_buffers"}
+    assert set(extra) == {field.name for field in fields(BufferSpec)}
+    parsed = parse_spec({"tokens_per_block": 64, "layers": [entry]})
+    (spec,) = parsed.specs
+    for name in names - {"owner", "dtype", "policy", "index_kind", "extra_buffers"}:
+        assert getattr(spec, name) == entry.get(name, ()), name
+    assert (spec.owner, spec.dtype, spec.policy) == (TARGET, PACKED4, OPTIONAL)
+    assert spec.index_kind is IndexKind.SHARED
+    assert spec.extra_buffers[0].sections == (4, 4)
+    assert "optional, looks 2 ahead, needs hidden states" in explain(parsed)
+    state = {"layer_id": 0, "owner": "draft", "policy": "private", "look_ahead_tokens": 1}
+    buffers = [{**extra, "role": "conv_state", "tokens_per_page": None}]
+    (recurrent,) = parse_spec(
+        {"tokens_per_block": 64, "layers": [{**state, "state_buffers": buffers}]}
+    ).specs
+    assert (recurrent.look_ahead_tokens, recurrent.owner) == (1, DRAFT)
 
 
 def test_steps_and_shares_are_read() -> None:

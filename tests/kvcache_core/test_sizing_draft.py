@@ -120,7 +120,7 @@ def test_k23_keyed_by_life_cycle_not_by_window() -> None:
     assert windowed_draft_share(normalised.table, DEMAND) is NoDraftShare.NO_WINDOWED_DRAFT
 
 
-@pytest.mark.parametrize("sequences", [1, 8, 64])
+@pytest.mark.parametrize("sequences", [1, 8, 64, 400])
 def test_k23_sizes_without_shares_hold_the_same_windows(sequences: int) -> None:
     """What slots_for derives from counts is this rule already: the same slots for the drafter."""
     demand = SizingDemand(
