@@ -89,7 +89,7 @@ class _Fields:
 
     def boolean(self, name: str) -> bool:
         """A field that is false unless given."""
-        value = self.take(name, False)
+        value = self.take(name, default=False)
         if not isinstance(value, bool):
             raise SpecFileError(f"{self.path(name)}: expected true or false, got {_shown(value)}")
         return value
