@@ -342,6 +342,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
             "scaling_1m_over_10k": round(largest.miss_us / smallest.miss_us, 3),
             "gc_pause_ms": round(pause, 3),
         }
+    gc.unfreeze()
     return figures
 
 

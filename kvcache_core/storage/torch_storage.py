@@ -29,7 +29,8 @@ class TorchStorage(PageCopier):
 
     ``slots`` gives the device slots of each pool group, ``host_slots`` the host slots; left out,
     there is no host tier. Host pools are locked in memory where the device is CUDA. ``codec`` is
-    what demoted slots go through; without one their bytes are identical.
+    what demoted slots go through; without one their bytes are identical. Copies run in the current
+    stream of the calling thread, which must be the stream that writes the pages.
     """
 
     def __init__(
