@@ -63,7 +63,8 @@ def sparse_specs(
 
     Target layers come with ``cache_dtype`` and take raw slots; where that is PACKED4 the dense ones
     are stored as FLOAT8_E4M3, without scales. Draft layers keep their dtype and count pages of
-    their own. Raises ValueError for a target layer of another dtype.
+    their own. Raises ValueError for a target layer of another dtype, or one whose index keys
+    contradict the split.
     """
     resolved: list[KVCacheLayerSpec] = []
     for spec in specs:
@@ -74,6 +75,12 @@ def sparse_specs(
             raise ValueError(
                 f"target layer {spec.layer_id} is {spec.dtype.value}, the cache is "
                 f"{cache_dtype.value}; give target layers the cache's dtype"
+            )
+        if split.is_sparse(spec) is not _has_index_keys(spec):
+            has, said = ("has no", "sparse") if split.is_sparse(spec) else ("has", "dense")
+            raise ValueError(
+                f"target layer {spec.layer_id} {has} index keys, but the checkpoint's split "
+                f"says {said}"
             )
         raw = replace(spec, index_kind=IndexKind.RAW_SLOT)
         if cache_dtype is ElementType.PACKED4 and not split.is_sparse(spec):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -23,6 +24,7 @@ from tests.kvcache_core.samples import (
     FP8,
     KEY,
     OPTIONAL,
+    PACKED4,
     VALUE,
     Pools,
     attention,
@@ -62,6 +64,37 @@ def test_index_spaces_go_there_and_back(specs: list[KVCacheLayerSpec]) -> None:
                 at = space.byte_offset(index)
                 assert at == address.byte_offset(int(slots[block]), page)
             assert space.upper_bound(7) == space.expand(slots_of(6))[-1] + 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(specs=spec_lists(8), kind=st.sampled_from([SHARED, PER_LAYER]))
+def test_a_shared_list_is_right_for_each_of_its_layers(
+    specs: list[KVCacheLayerSpec], kind: IndexKind
+) -> None:
+    """One expansion, from the first layer's space, finds the keys and values of all of them."""
+    specs = [
+        spec if spec.is_recurrent else replace(spec, index_kind=kind, scale_block_elements=None)
+        for spec in specs
+        if spec.dtype is not PACKED4 or spec.is_recurrent
+    ]
+    if not specs:
+        return
+    plan = LayoutPlan.derive(specs, tokens_per_block=BLOCK)
+    lists = plan.index_lists(plan.layer_ids)
+    attention_ids = [spec.layer_id for spec in plan.specs if not spec.is_recurrent]
+    assert sorted(layer for entry in lists for layer in entry.layer_ids) == attention_ids
+    for entry in lists:
+        pages = entry.space.expand(slots_of(5, 2)).tolist()
+        for layer in entry.layer_ids:
+            assert plan.spec(layer).kv_factor == entry.key.kv_factor
+            space, key = plan.index_space(layer, KEY), plan.address(layer, KEY)
+            per_block = space.pages_per_block
+            for position, index in enumerate(pages):
+                slot, page = (5, 2)[position // per_block], position % per_block
+                assert space.byte_offset(index) == key.byte_offset(slot, page)
+                if entry.key.value_offset is not None:
+                    value = space.byte_offset(index + entry.key.value_offset)
+                    assert value == plan.address(layer, VALUE).byte_offset(slot, page)
 
 
 def test_a_space_that_contradicts_the_address_is_refused_when_made() -> None:

@@ -230,11 +230,6 @@ def test_k18_extra_buffers_answer_for_their_bytes() -> None:
     assert states(2).role_bytes_per_token(BufferRole.RECURRENT_STATE) == 0
 
 
-SPARSE_TARGET = [
-    packed(layer, 4, 128, extra_buffers=(index_keys(),) if layer >= 3 else ()) for layer in range(6)
-]
-
-
 @pytest.mark.parametrize("local", [range(6), range(4, 6)])
 @pytest.mark.parametrize("declared", [None, frozenset({3, 5})])
 @pytest.mark.parametrize("drafts", [0, 1])
@@ -245,7 +240,8 @@ def test_k19_dense_layers_of_a_packed_cache_are_fp8(
 
     A stage that holds layers 4 and 5 must not take 4 for its first, hence dense.
     """
-    specs = [SPARSE_TARGET[layer] for layer in local]
+    extras = [(index_keys(),) if n in (declared or {3, 4, 5}) else () for n in range(6)]
+    specs = [packed(layer, 4, 128, extra_buffers=extras[layer]) for layer in local]
     specs += [draft(6 + layer, heads=4, head_dim=128, policy=OPTIONAL) for layer in range(drafts)]
     split = SparseSplit(num_target_layers=6, sparse=declared)
     sparse = set(declared or {3, 4, 5}) & set(local)
@@ -265,6 +261,17 @@ def test_k19_other_cache_dtypes_are_kept() -> None:
     specs = [attention(0, FP8), attention(1, FP8, extra_buffers=(index_keys(),)), draft(2)]
     split = SparseSplit(num_target_layers=2, sparse=frozenset({1}))
     assert [spec.dtype for spec in sparse_specs(specs, split, FP8)] == [FP8, FP8, BF16]
+
+
+def test_k19_index_keys_must_agree_with_the_checkpoints_split() -> None:
+    """A layer that lost its index keys, or kept them, is an error and no other kind of layer."""
+    split = SparseSplit(num_target_layers=6)
+    with pytest.raises(
+        ValueError, match="layer 4 has no index keys, but the checkpoint's split say"
+    ):
+        sparse_specs([packed(4)], split, PACKED4)
+    with pytest.raises(ValueError, match=r"layer 2 has index keys, but .* says dense"):
+        sparse_specs([packed(2, extra_buffers=(index_keys(),))], split, PACKED4)
 
 
 def test_b54_sparse_layers_are_target_layers() -> None:
@@ -290,7 +297,7 @@ def test_k20_packed_draft_beside_sparse_layers_is_refused() -> None:
 
 def test_k20_target_layers_need_the_cache_dtype() -> None:
     with pytest.raises(ValueError, match="target layer 0 is float8_e4m3, the cache is bfloat16"):
-        sparse_specs([SPARSE], SparseSplit(num_target_layers=1), BF16)
+        sparse_specs([SPARSE], SparseSplit(num_target_layers=1, dense_prefix=0), BF16)
 
 
 def test_k20_draft_needs_a_life_cycle_of_its_own() -> None:
