@@ -95,6 +95,13 @@ CacheOption = Annotated[
         rich_help_panel=CAPACITY,
     ),
 ]
+HostCacheOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Host memory of an instance for KV pages its cache has no room for (default: none).",
+        rich_help_panel=CAPACITY,
+    ),
+]
 BlockOption = Annotated[
     int | None,
     typer.Option(help="Tokens of a cache block (default: 64).", rich_help_panel=CAPACITY),
@@ -176,6 +183,7 @@ def serve(  # noqa: PLR0913  one parameter an option is how typer works
     dtype: DtypeOption = None,
     torch_threads: ThreadsOption = None,
     kv_cache_bytes: CacheOption = None,
+    host_cache_bytes: HostCacheOption = None,
     tokens_per_block: BlockOption = None,
     max_sequence_tokens: SequenceOption = None,
     max_batch_tokens: BatchOption = None,

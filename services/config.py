@@ -46,11 +46,16 @@ def _bytes_or_auto(value: Any) -> Any:
     )
 
 
+def _bytes(value: Any) -> Any:
+    return parse_bytes(value) if isinstance(value, str) else value
+
+
 def _duration_ms(value: Any) -> Any:
     return parse_duration_ms(value) if isinstance(value, str) else value
 
 
 Bytes = Annotated[int | None, BeforeValidator(_bytes_or_auto)]
+HostBytes = Annotated[int, BeforeValidator(_bytes)]
 AutoInt = Annotated[int | None, BeforeValidator(_auto_as_none)]
 DurationMs = Annotated[int, BeforeValidator(_duration_ms), Field(gt=0)]
 
@@ -83,6 +88,8 @@ class ServeConfig(BaseModel):
     """Threads of each instance; None: the cores divided among the instances of this machine."""
     kv_cache_bytes: Bytes = Field(default=None, gt=0)
     """KV cache of each instance; None: a share of the free memory of its device."""
+    host_cache_bytes: HostBytes = Field(default=0, ge=0)
+    """Host memory of each instance for KV pages that its cache has no room for; 0: none."""
     tokens_per_block: int = Field(default=64, ge=1)
     max_sequence_tokens: AutoInt = Field(default=None, ge=1)
     max_batch_tokens: int = Field(default=512, ge=1)

@@ -78,12 +78,18 @@ def plan_instances(
         smallest = min(gpu.free_bytes for gpu in machine.gpus)
         share = int(smallest * GPU_MEMORY_SHARE) // per_gpu - weights_bytes - GPU_ACTIVATION_BYTES
     else:
-        share = int(machine.available_bytes * CPU_MEMORY_SHARE) // count
+        share = int(machine.available_bytes * CPU_MEMORY_SHARE) // count - config.host_cache_bytes
     if config.kv_cache_bytes is None and share < MIN_KV_CACHE_BYTES:
         raise ConfigError(
             f"kv_cache_bytes: expected at least {format_bytes(MIN_KV_CACHE_BYTES)} an instance, "
             f"got {format_bytes(max(0, share))} for {count} instances on {device}; "
             "free some memory, start fewer instances or set kv_cache_bytes"
+        )
+    if config.host_cache_bytes * count > machine.available_bytes:
+        raise ConfigError(
+            f"host_cache_bytes: expected {count} instances to fit in the free memory of "
+            f"{format_bytes(machine.available_bytes)}, got "
+            f"{format_bytes(config.host_cache_bytes)} each; give less"
         )
     kv_cache_bytes = config.kv_cache_bytes or share
     return tuple(

@@ -120,6 +120,7 @@ def worker_config(
         cluster_token=config.cluster_token.get_secret_value(),
         tokens_per_block=config.tokens_per_block,
         kv_cache_bytes=plan.kv_cache_bytes,
+        host_cache_bytes=config.host_cache_bytes,
         max_sequence_tokens=config.max_sequence_tokens,
         max_batch_tokens=config.max_batch_tokens,
         max_running=config.max_running,

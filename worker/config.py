@@ -37,6 +37,8 @@ class WorkerConfig(BaseModel):
     cluster_token: str = Field(repr=False)
     tokens_per_block: int = Field(default=64, ge=1)
     kv_cache_bytes: int = Field(default=1 << 30, gt=0)
+    host_cache_bytes: int = Field(default=0, ge=0)
+    """Host memory for pages that the cache has no room for."""
     max_sequence_tokens: int | None = None
     """None: the model's own limit. Never more than the pools can hold."""
     max_batch_tokens: int = Field(default=512, ge=1)

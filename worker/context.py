@@ -136,6 +136,8 @@ class ContextRole(Role):
         start_block = leg.shipped_blocks
         if leg.destination is None or sequence.cache is None or end_block <= start_block:
             return
+        if not sequence.cache.is_resident:
+            return  # the first step brings its prefix back from the host
         lease = sequence.cache.lease(start_block, end_block)
         self._desk.leases.add(lease, end_block - start_block)
         self._desk.transfers.ship(leg.request_id, start_block, end_block, lease)

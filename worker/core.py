@@ -65,9 +65,12 @@ def load_core(config: WorkerConfig, progress: Callable[[str], None]) -> RankCore
         chunk_tokens=config.max_batch_tokens, typical_sequence_tokens=min(limit, 2048)
     )
     slots = plan.slots_for(config.kv_cache_bytes, sizing)
-    storage = TorchStorage(plan, slots, loaded.device)
+    host_slots = plan.host_slots_for(config.host_cache_bytes, slots)
+    storage = TorchStorage(plan, slots, loaded.device, host_slots=host_slots)
     manager = RankManager(
-        UnifiedKVCacheManager(plan, slots, storage, incarnation=str(config.incarnation))
+        UnifiedKVCacheManager(
+            plan, slots, storage, incarnation=str(config.incarnation), host_slots=host_slots
+        )
     )
     demand = PageDemand(plan, max_chunk_tokens=config.max_batch_tokens)
     longest = min(limit, demand.longest(manager.total_slots()))

@@ -47,6 +47,10 @@ class CacheSequence(Protocol):
     @property
     def capacity(self) -> int: ...
 
+    @property
+    def is_resident(self) -> bool:
+        """False while a matched page lies on the host, until it grows."""
+
     def grow(self, capacity: int) -> bool: ...
 
     def grow_to_receive(self, capacity: int) -> bool: ...

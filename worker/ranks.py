@@ -57,6 +57,11 @@ class RankSequence(CacheSequence):
     def capacity(self) -> int:
         return self._cache.capacity
 
+    @property
+    @override
+    def is_resident(self) -> bool:
+        return self._cache.is_resident
+
     @override
     def grow(self, capacity: int) -> bool:
         return self._cache.grow(capacity)

@@ -75,7 +75,8 @@ class Survey:
         leg = one if isinstance(one, LegRecord) else one.leg
         tokens = leg.prompt if isinstance(one, LegRecord) else one.tokens.span(0, len(one.tokens))
         cache = self.desk.manager.open(leg.scope, tokens, max_match=len(tokens) - 1)
-        matched = self.desk.demand.peak(cache.matched_tokens)
+        # What lies on the host takes slots like anything new.
+        matched = self.desk.demand.peak(cache.matched_tokens if cache.is_resident else 0)
         pinned = _minus(available, self.desk.manager.available_slots())
         cache.close()
         saving = tuple(max(0, slots) for slots in _minus(matched, pinned))

@@ -32,10 +32,15 @@ class WrongPage(AssertionError):
 class FakeMemory(PageCopier):
     """Bytes of all pools: token id and stamp of each token of each slot, by pool group."""
 
-    def __init__(self, plan: LayoutPlan, slots: Sequence[int]) -> None:
+    def __init__(
+        self, plan: LayoutPlan, slots: Sequence[int], host_slots: Sequence[int] = ()
+    ) -> None:
         shapes = [(count, plan.tokens_per_block) for count in slots]
+        hosted = [(count, plan.tokens_per_block) for count in host_slots]
         self.tokens = [np.full(shape, EMPTY, dtype=np.int64) for shape in shapes]
         self.stamps = [np.zeros(shape, dtype=np.uint64) for shape in shapes]
+        self.host_tokens = [np.full(shape, EMPTY, dtype=np.int64) for shape in hosted]
+        self.host_stamps = [np.zeros(shape, dtype=np.uint64) for shape in hosted]
 
     @override
     def copy_slots(self, pool_group: int, sources: SlotArray, targets: SlotArray) -> None:
@@ -44,13 +49,16 @@ class FakeMemory(PageCopier):
 
     @override
     def demote_slots(self, pool_group: int, device_slots: SlotArray, host_slots: SlotArray) -> None:
-        raise AssertionError("this memory has no host tier")
+        self.host_tokens[pool_group][host_slots] = self.tokens[pool_group][device_slots]
+        self.host_stamps[pool_group][host_slots] = self.stamps[pool_group][device_slots]
+        self.tokens[pool_group][device_slots] = EMPTY
 
     @override
     def onboard_slots(
         self, pool_group: int, host_slots: SlotArray, device_slots: SlotArray
     ) -> None:
-        raise AssertionError("this memory has no host tier")
+        self.tokens[pool_group][device_slots] = self.host_tokens[pool_group][host_slots]
+        self.stamps[pool_group][device_slots] = self.host_stamps[pool_group][host_slots]
 
     def write_slot(
         self,

@@ -68,6 +68,7 @@ class WorkerShape:
     """Size of a simulated worker."""
 
     slots: int = 64
+    host_slots: int = 0
     max_batch_tokens: int = 16
     max_running: int = 8
     max_sequence_tokens: int = 128
@@ -106,13 +107,15 @@ class SimWorker(Output):
         self.address = PeerAddress(incarnation=self.incarnation, host="sim", control_port=1)
         self.alive = True
         slots = [shape.slots] * len(plan.pool_groups)
-        self.memory = FakeMemory(plan, slots)
-        self.manager = UnifiedKVCacheManager(plan, slots, self.memory, incarnation=name)
+        hosted = [shape.host_slots] * len(plan.pool_groups)
+
+        def manager(memory: FakeMemory) -> UnifiedKVCacheManager:
+            return UnifiedKVCacheManager(plan, slots, memory, incarnation=name, host_slots=hosted)
+
+        self.memory = FakeMemory(plan, slots, hosted)
+        self.manager = manager(self.memory)
         self.replicas = [
-            RankReplica(
-                UnifiedKVCacheManager(plan, slots, FakeMemory(plan, slots), incarnation=name)
-            )
-            for _ in range(shape.replicas)
+            RankReplica(manager(FakeMemory(plan, slots, hosted))) for _ in range(shape.replicas)
         ]
         self.leader = (
             LeaderManager(self.manager, self.replicas)

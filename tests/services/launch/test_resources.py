@@ -88,6 +88,15 @@ def test_too_little_memory_is_refused_with_what_to_do() -> None:
         plan_instances(config(), small, weights_bytes=7 * GIB)
 
 
+def test_host_memory_for_pages_comes_out_of_what_is_free() -> None:
+    machine = Machine(cores=2, available_bytes=16 * GIB)
+    without = plan_instances(config(), machine, weights_bytes=0)
+    beside = plan_instances(config(host_cache_bytes="1GiB"), machine, weights_bytes=0)
+    assert without[0].kv_cache_bytes - beside[0].kv_cache_bytes == GIB
+    with pytest.raises(ConfigError, match="host_cache_bytes: expected 2 instances to fit"):
+        plan_instances(config(host_cache_bytes="9GiB", kv_cache_bytes="1GiB"), machine, 0)
+
+
 def test_a_remote_cluster_needs_what_cannot_be_looked_up() -> None:
     with pytest.raises(ConfigError, match="expected a value for device, kv_cache_bytes, torch"):
         plan_remote_instances(config(ray_address="auto"))
