@@ -26,6 +26,7 @@ from tests.kvcache_core.samples import (
     BF16,
     DRAFT,
     FP8,
+    FP32,
     GEMMA,
     GIB,
     KEY,
@@ -73,6 +74,37 @@ def test_every_byte_belongs_to_one_buffer(
         assert {plan.owner(b.layer_id) for b in view.buffers} == {view.owner}
         assert {b.geometry for b in view.buffers} == {view.geometry}
     assert sum(len(view.buffers) for view in plan.views) == len(plan.addresses)
+
+
+def naive_block_bytes(spec: KVCacheLayerSpec, tokens: int) -> int:
+    """Bytes of a block of one layer, counted bit by bit; pages start at multiples of 64 bytes."""
+
+    def pages(elements_per_token: int, bits: int, page_tokens: int | None) -> int:
+        page_tokens = page_tokens or tokens
+        page = (elements_per_token * page_tokens * bits + 7) // 8
+        return (page + 63) // 64 * 64 * (tokens // page_tokens)
+
+    bits = {FP32: 32, BF16: 16, FP8: 8, PACKED4: 4}
+    row = spec.num_kv_heads * spec.head_dim
+    total = spec.kv_factor * pages(row, bits[spec.dtype], spec.tokens_per_page)
+    if spec.scale_block_elements is not None:
+        scales = row // spec.scale_block_elements
+        total += spec.kv_factor * pages(scales, 8, spec.tokens_per_page)
+    for extra in spec.extra_buffers:
+        total += pages(extra.elements_per_head, bits[extra.dtype], extra.tokens_per_page)
+    return total
+
+
+@settings(max_examples=60, deadline=None)
+@given(specs=spec_lists(8))
+def test_b01_bytes_equal_a_naive_count(specs: list[KVCacheLayerSpec]) -> None:
+    """Restated: no second path computes sizes; an independent count agrees with the plan's."""
+    plan = LayoutPlan.derive(specs, tokens_per_block=BLOCK)
+    for group in plan.layer_groups:
+        if not group.life_cycle.is_state:
+            layers = [plan.spec(layer) for layer in group.layer_ids]
+            expected = sum(naive_block_bytes(spec, BLOCK) for spec in layers)
+            assert group.bytes_per_slot == expected
 
 
 @pytest.mark.parametrize(
