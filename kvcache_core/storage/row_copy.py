@@ -18,8 +18,12 @@ import torch
 from kvcache_core.ports import SlotArray
 
 STAGING_BYTES = 32 << 20
-RUN_BYTES = 256 << 10
-"""Runs at least this long on average are copied one by one: launching a copy costs less."""
+RUN_BYTES = 64 << 10
+"""Runs at least this long on average are copied one by one: starting a copy costs less than staging
+them in host memory.
+"""
+DEVICE_RUN_BYTES = 8 << 20
+"""The same where source and target lie on one accelerator, whose memory is so much faster."""
 FEW_RUNS = 4
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
@@ -67,6 +71,8 @@ def copy_rows(source: Rows, target: Rows, transform: Transform | None = None) ->
 
 def run_bounds(sources: SlotArray, targets: SlotArray) -> list[int]:
     """Positions at which runs start, and the end: ``[0, ..., n]``."""
+    if len(sources) == 1:
+        return [0, 1]
     breaks = np.flatnonzero((np.diff(sources) != 1) | (np.diff(targets) != 1)) + 1
     return [0, *breaks.tolist(), len(sources)]
 
@@ -77,7 +83,9 @@ def _pieces(source: Rows, target: Rows, *, may_be_long: bool) -> Iterator[tuple[
     step = max(1, STAGING_BYTES // row_bytes)
     bounds = run_bounds(source.slots, target.slots)
     runs = len(bounds) - 1
-    if runs > FEW_RUNS and count * row_bytes < runs * RUN_BYTES:
+    stays = source.pool.device == target.pool.device and source.pool.device.type != "cpu"
+    worth_bytes = DEVICE_RUN_BYTES if stays else RUN_BYTES
+    if runs > FEW_RUNS and count * row_bytes < runs * worth_bytes:
         bounds = [0, count]
     elif may_be_long:
         step = count

@@ -133,18 +133,18 @@ class TorchStorage(PageCopier):
     @override
     def copy_slots(self, pool_group: int, sources: SlotArray, targets: SlotArray) -> None:
         device_slots = self.slots[pool_group]
-        _check("source", sources, device_slots)
-        _check_targets(targets, device_slots, len(sources))
-        if np.isin(targets, sources).any():
-            raise ValueError(f"slots both read and written: {np.intersect1d(sources, targets)}")
+        read = _checked("source", sources, device_slots)
+        written = _checked_targets(targets, device_slots, len(sources))
+        if not read.isdisjoint(written):
+            raise ValueError(f"slots both read and written: {sorted(read & written)}")
         for pool in self._pools[pool_group]:
             copy_rows(Rows(pool, sources), Rows(pool, targets))
         self._settle()
 
     @override
     def demote_slots(self, pool_group: int, device_slots: SlotArray, host_slots: SlotArray) -> None:
-        _check("device", device_slots, self.slots[pool_group])
-        _check_targets(host_slots, self.host_slots[pool_group], len(device_slots))
+        _checked("device", device_slots, self.slots[pool_group])
+        _checked_targets(host_slots, self.host_slots[pool_group], len(device_slots))
         encode = None if self._codec is None else self._codec.encode
         pools = zip(self._pools[pool_group], self._host_pools[pool_group], strict=True)
         for pool, host_pool in pools:
@@ -155,8 +155,8 @@ class TorchStorage(PageCopier):
     def onboard_slots(
         self, pool_group: int, host_slots: SlotArray, device_slots: SlotArray
     ) -> None:
-        _check("host", host_slots, self.host_slots[pool_group])
-        _check_targets(device_slots, self.slots[pool_group], len(host_slots))
+        _checked("host", host_slots, self.host_slots[pool_group])
+        _checked_targets(device_slots, self.slots[pool_group], len(host_slots))
         decode = None if self._codec is None else self._codec.decode
         pools = zip(self._pools[pool_group], self._host_pools[pool_group], strict=True)
         for pool, host_pool in pools:
@@ -175,17 +175,21 @@ class TorchStorage(PageCopier):
             torch.cuda.current_stream(self.device).synchronize()
 
 
-def _check(name: str, slots: SlotArray, num_slots: int) -> None:
-    """A slot number out of range (-1 for a missing page) would be another slot's bytes."""
+def _checked(name: str, slots: SlotArray, num_slots: int) -> set[int]:
+    """The slots of a call. One out of range (-1 for a missing page) would be another's bytes."""
     if slots.dtype != np.int32 or slots.ndim != 1:
         raise ValueError(f"expected {name} slots as int32 [n], got {slots.dtype} {slots.shape}")
-    if len(slots) and (slots.min() < 0 or slots.max() >= num_slots):
+    chosen = set(slots.tolist())
+    if chosen and (min(chosen) < 0 or max(chosen) >= num_slots):
         raise ValueError(f"expected {name} slots within 0..{num_slots - 1}, got {slots}")
+    return chosen
 
 
-def _check_targets(targets: SlotArray, num_slots: int, count: int) -> None:
-    _check("target", targets, num_slots)
+def _checked_targets(targets: SlotArray, num_slots: int, count: int) -> set[int]:
+    """Likewise; they must be distinct, and as many as there are sources."""
+    chosen = _checked("target", targets, num_slots)
     if len(targets) != count:
         raise ValueError(f"expected as many targets as sources, got {len(targets)} and {count}")
-    if len(np.unique(targets)) != count:
+    if len(chosen) != count:
         raise ValueError(f"expected distinct target slots, got {targets}")
+    return chosen
