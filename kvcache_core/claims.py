@@ -25,14 +25,14 @@ def claim_limit(store: CacheStore, prompt: Prompt, max_match: int) -> int:
     not written is never published.
     """
     root = store.tree.existing_root(prompt.scope)
-    if root is None:
+    if root is None or not any(group.life_cycle.needs_hidden_states for group in store.groups):
         return max_match
     match = find(store.groups, store.tree, root, prompt, max_match)
     short = _incomplete(store, match)
     size = store.tokens_per_block
     if short and match.tokens % size:
         whole = find(store.groups, store.tree, root, prompt, match.tokens // size * size)
-        if not _incomplete(store, whole):
+        if whole.tokens and not _incomplete(store, whole):
             return whole.tokens
     if not short:
         return max_match

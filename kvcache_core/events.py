@@ -6,6 +6,7 @@ reader that misses events (the log keeps the newest EVENT_LIMIT) notices and ask
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,11 +50,23 @@ class EventLog:
     def __init__(self, incarnation: str) -> None:
         self._incarnation = incarnation
         self._next = 0
-        self._events: deque[CacheEvent] = deque(maxlen=EVENT_LIMIT)
+        self._events: deque[CacheEvent] = deque()
+        self._limit = EVENT_LIMIT
+
+    def begin_truth(self) -> None:
+        """What is recorded until :meth:`end_truth` is the whole truth: none of it is dropped for
+        room.
+        """
+        self._limit = sys.maxsize
+        self.cleared()
+
+    def end_truth(self) -> None:
+        """The usual limit counts again, beyond what is there."""
+        self._limit = len(self._events) + EVENT_LIMIT
 
     def stored(self, parent: bytes, keys: Sequence[bytes]) -> None:
         """Record BlocksStored."""
-        self._events.append(
+        self._append(
             BlocksStored(
                 incarnation=self._incarnation,
                 sequence=self._number(),
@@ -64,19 +77,25 @@ class EventLog:
 
     def removed(self, keys: Sequence[bytes]) -> None:
         """Record BlocksRemoved."""
-        self._events.append(
+        self._append(
             BlocksRemoved(incarnation=self._incarnation, sequence=self._number(), keys=tuple(keys))
         )
 
     def cleared(self) -> None:
         """Record CacheCleared."""
-        self._events.append(CacheCleared(incarnation=self._incarnation, sequence=self._number()))
+        self._append(CacheCleared(incarnation=self._incarnation, sequence=self._number()))
 
     def take(self) -> list[CacheEvent]:
         """All events since the last call."""
         events = list(self._events)
         self._events.clear()
+        self._limit = EVENT_LIMIT
         return events
+
+    def _append(self, event: CacheEvent) -> None:
+        self._events.append(event)
+        if len(self._events) > self._limit:
+            self._events.popleft()
 
     def _number(self) -> int:
         number = self._next

@@ -26,7 +26,8 @@ from kvcache_core.store import CacheStore
 
 class UnifiedKVCacheManager:
     """Prefix tree and pages of all layer groups of ``plan``, with ``slots`` per pool group on the
-    device and ``host_slots`` in host memory, to which pages go when the device needs room.
+    device and ``host_slots`` in host memory, to which pages go when the device needs room. No
+    suspended sequence resumes while a pool is in use beyond ``resume_watermark``; 1 is no limit.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class UnifiedKVCacheManager:
         *,
         incarnation: str,
         host_slots: Sequence[int] = (),
+        resume_watermark: float = 1.0,
     ) -> None:
         if len(slots) != len(plan.pool_groups) or any(count < 1 for count in slots):
             raise ValueError(
@@ -49,9 +51,13 @@ class UnifiedKVCacheManager:
                 f"expected host slots for each of {len(slots)} pool groups or none at all, "
                 f"got {host_slots}"
             )
+        if not 0 < resume_watermark <= 1:
+            raise ValueError(
+                f"expected a resume_watermark within 0..1 and above 0, got {resume_watermark}"
+            )
         self.plan = plan
         self.incarnation = incarnation
-        self._store = CacheStore(plan, slots, host_slots, copier, incarnation)
+        self._store = CacheStore(plan, slots, host_slots, copier, incarnation, resume_watermark)
         self._dummies: tuple[int, ...] | None = None
 
     @property
@@ -142,7 +148,7 @@ class UnifiedKVCacheManager:
             for pool_group, slots in enumerate(self.plan.resident_slots(tokens)):
                 needs[pool_group] += slots
         pools = zip(needs, self._store.pools, strict=True)
-        return all(need <= pool.num_device_slots for need, pool in pools)
+        return all(need <= pool.usable for need, pool in pools)
 
     def available_blocks(self) -> int:
         """Blocks an allocation could get: free plus evictable, least over all pool groups."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcache_core.errors import invariant
 from kvcache_core.eviction import EvictionQueue
@@ -69,6 +70,7 @@ class PagePool:
         "priority",
         "quarantined",
         "quarantines",
+        "reserved",
         "stamps",
     )
 
@@ -88,6 +90,8 @@ class PagePool:
         self.host_queue = EvictionQueue(self.cached, self.stamps)
         self.leased = 0
         self.quarantined = 0
+        self.reserved = 0
+        """Device slots that padding rows write to."""
 
     @property
     def num_device_slots(self) -> int:
@@ -98,6 +102,16 @@ class PagePool:
     def available(self) -> int:
         """Device slots that an allocation could get: free ones and cached ones."""
         return self.device.free + self.device_queue.count
+
+    @property
+    def usable(self) -> int:
+        """Device slots that sequences may ever have."""
+        return self.device.num_slots - self.reserved
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the usable device slots that sequences hold or transfers pin, 0..1."""
+        return 1 - self.available / max(1, self.usable)
 
     def usage(self) -> PoolUsage:
         """Counts by state."""
@@ -124,6 +138,7 @@ class PagePool:
         """Take one free device slot out of circulation for good."""
         slot = int(self.device.take(1)[0])
         self.group[slot] = RESERVED
+        self.reserved += 1
         return slot
 
     def hold(self, pages: Slots) -> None:
@@ -173,6 +188,10 @@ class PagePool:
         self.node[pages] = NO_NODE
         self.settle(pages)
 
+    def raise_priority(self, pages: Slots, priority: int | npt.NDArray[np.uint8]) -> None:
+        """``pages``, which are in use, deserve at least this priority."""
+        self.priority[pages] = np.maximum(self.priority[pages], priority)
+
     def put_on_host(self, pages: Slots, targets: Slots) -> None:
         """The cached device pages ``pages`` now lie in the host slots ``targets``, as cached."""
         for array in (self.group, self.priority, self.node):
@@ -195,6 +214,13 @@ class PagePool:
             pages < self.device.num_slots
         )
         return writable
+
+    def is_unread(self, pages: Slots) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """True for each page that is writable and that no transfer may touch.
+
+        A matched page can become private while a transfer that began before reads it.
+        """
+        return self.is_writable(pages) & (self.leases[pages] == 0)
 
     def move(self, sources: Slots, targets: Slots) -> None:
         """The tree has ``targets`` in place of ``sources``, which are used by sequences both."""

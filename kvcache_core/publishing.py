@@ -63,12 +63,14 @@ def _share(store: CacheStore, nodes: Slots, first: int, groups: Sequence[GroupPa
         is_new = pool.node[own] == NO_NODE
         on_host = (theirs >= pool.num_device_slots) & is_new & (own < pool.num_device_slots)
         if on_host.any():  # the page at hand is the better one
+            pool.raise_priority(own[on_host], pool.priority[theirs[on_host]])
             store.tree.pages[group.id, nodes[places[on_host]]] = NO_PAGE
             pool.forget(theirs[on_host])
             theirs[on_host] = NO_PAGE
         other = (theirs != NO_PAGE) & (theirs != own)
         if other.any():
             pool.hold(theirs[other])
+            pool.raise_priority(theirs[other], pool.priority[own[other]])
             pages.pages[first + places[other]] = theirs[other]
             pool.release(own[other][::-1])
             store.counters.pages_rebased += int(np.count_nonzero(other))

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
+from kvcache_core.claims import claim_limit
 from kvcache_core.errors import InvariantViolation, invariant
 from kvcache_core.hashing import TOKEN_BYTES, Prompt, Tokens, extend_keys, pack_tokens
 from kvcache_core.lease import PageLease
@@ -60,7 +61,7 @@ class SequenceCache(PageUser):
     ) -> SequenceCache:
         """A sequence that holds ``match``. For the manager."""
         sequence = cls(store, prompt, priorities)
-        sequence._attach(prompt.packed, match)
+        store.counters.host_matched_tokens += sequence._attach(prompt.packed, match)
         sequence.matched_tokens = match.tokens
         return sequence
 
@@ -219,23 +220,30 @@ class SequenceCache(PageUser):
         """Match the committed tokens again and have pages for the history there was.
 
         Afterwards ``history == committed`` is what the tree still had, which may be less than
-        before. False, and still suspended, when pages are missing.
+        before; less, too, where a drafter would lack its window (claims.py). False, and still
+        suspended, when pages are missing or a pool is in use beyond the manager's watermark.
         """
         if not self.is_suspended or self.is_closed:
             raise InvariantViolation("only a suspended sequence can resume")
         store, packed, wanted = self._store, bytes(self._tokens), self.history
+        if store.is_crowded:
+            return False
         prompt = Prompt(self._scope, self.tokens, store.tokens_per_block)
+        limit = claim_limit(store, prompt, len(prompt))
         root = store.tree.root(self._scope)
         self.is_suspended = False
-        self._attach(packed, find(store.groups, store.tree, root, prompt, len(prompt)))
-        if self._extend(max(wanted, self.history), self.committed):
-            store.counters.sequences_resumed += 1
-            return True
-        self._release_all()
-        self._tokens = bytearray(packed)
-        self.committed, self.history = len(packed) // TOKEN_BYTES, wanted
-        self.is_suspended = True
-        return False
+        self._attach(packed, find(store.groups, store.tree, root, prompt, limit))
+        is_ready = False
+        try:
+            is_ready = self._extend(max(wanted, self.history), self.committed)
+        finally:
+            if not is_ready:
+                self._release_all()
+                self._tokens = bytearray(packed)
+                self.committed, self.history = len(packed) // TOKEN_BYTES, wanted
+                self.is_suspended = True
+        store.counters.sequences_resumed += is_ready
+        return is_ready
 
     def close(self) -> None:
         """Publish the partial last block of what was committed and give all pages up.
@@ -268,13 +276,14 @@ class SequenceCache(PageUser):
         return PageLease(self._store, first_block, end_block, tables, pages)
 
     def acquire_snapshot_slot(self) -> int | None:
-        """A slot into which kernels write the recurrent state of a coming commit; None if full.
+        """A slot into which kernels write the recurrent state of a coming commit; None if full, or
+        if this sequence publishes no more.
 
         The same slot until it is committed or released. Raises InvariantViolation unless exactly
         one recurrent group is shared.
         """
         self._check_usable()
-        if self._snapshot is None:
+        if self._snapshot is None and self._publishes:
             self._snapshot = PendingSnapshot.acquire(self._store, self._pages)
         return self.pending_snapshot_slot
 
@@ -353,14 +362,14 @@ class SequenceCache(PageUser):
         old, self._tip = self._tip, node
         self._store.move_tip(old, node)
 
-    def _attach(self, packed: bytes, match: Match) -> None:
-        """Hold the pages of a match; the sequence has none before."""
+    def _attach(self, packed: bytes, match: Match) -> int:
+        """Hold the pages of a match; the sequence has none before. Returns its tokens on the host."""
         self._tokens = bytearray(packed[: match.tokens * TOKEN_BYTES])
         self.committed = self.history = self.capacity = match.tokens
         self._has_own_tail = False
         full = match.tokens // self._store.tokens_per_block
         self._set_tip(int(match.nodes[full - 1]) if full else self._store.tree.root(self._scope))
-        self._pages.attach(match)
+        return self._pages.attach(match)
 
     def _extend(self, capacity: int, live_at: int) -> bool:
         self._check_usable()
@@ -378,9 +387,10 @@ class SequenceCache(PageUser):
             return
         self._pages.private_from = max(self._pages.private_from, end)
         self._has_own_tail = self.committed % self._store.tokens_per_block > 0
-        self._retract_first(end - first)
         if not self._publishes:
+            self._retract()  # nobody will find them
             return
+        self._retract_first(end - first)
         size = self._store.tokens_per_block * TOKEN_BYTES
         packed = bytes(self._tokens[first * size : end * size])
         keys = self._keys(first, end, packed)

@@ -58,8 +58,10 @@ class SequencePages:
         """True when every page lies on the device."""
         return not self._on_host
 
-    def attach(self, match: Match) -> None:
-        """Hold the pages of a match; there are none before."""
+    def attach(self, match: Match) -> int:
+        """Hold the pages of a match; there are none before. Returns how many of its tokens are in
+        blocks with a page on the host.
+        """
         store = self._store
         self.blocks = self.private_from = len(match.nodes)
         hosted = np.zeros(self.blocks, dtype=np.bool_)
@@ -78,21 +80,21 @@ class SequencePages:
             pages.pages[:] = held
             used = held[held != NO_PAGE]
             pages.pool.hold(used)
-            pages.pool.priority[used] = np.maximum(
-                pages.pool.priority[used], self._priorities.of(pages.group)
-            )
+            pages.pool.raise_priority(used, self._priorities.of(pages.group))
             on_host = held >= pages.pool.num_device_slots
             pages.on_host = bool(on_host.any())
             self._on_host = self._on_host or pages.on_host
             hosted[-1 if cycle.is_state else 0 :] |= on_host
         size = store.tokens_per_block
         lengths = np.minimum(match.tokens - size * np.arange(self.blocks), size)
-        store.counters.host_matched_tokens += int(lengths[hosted].sum())
+        return int(lengths[hosted].sum())
 
     def decline(self, group: int) -> None:
         """Give the matched pages of one group up, to be written anew."""
         pages = self.groups[group]
         pages.pool.release(pages.take(0, pages.size))
+        if pages.group.life_cycle.is_state:
+            pages.resize(0)
         pages.on_host = False
         self._mark_unfilled(pages)
 
@@ -299,7 +301,7 @@ class SequencePages:
             fresh |= hosted
         if first < min(existing, self.private_from):
             write = (ordinals >= first) & (ordinals < self.private_from) & ~missing
-            write[write] = ~pool.is_writable(span[write])
+            write[write] = ~pool.is_unread(span[write])
             fresh |= write
             if copy_first and write[first - begin]:
                 sources[first - begin] = span[first - begin]

@@ -52,6 +52,7 @@ class CacheStore:
         host_slots: Sequence[int],
         copier: PageCopier,
         incarnation: str,
+        resume_watermark: float,
     ) -> None:
         self.plan = plan
         self.tokens_per_block = plan.tokens_per_block
@@ -71,7 +72,13 @@ class CacheStore:
         self.leases: dict[int, PageUser] = {}
         self.in_flight: Counter[bytes] = Counter()
         """Keys of blocks that open sequences have announced to compute."""
+        self._resume_watermark = resume_watermark
         self._next_id = 0
+
+    @property
+    def is_crowded(self) -> bool:
+        """True while a pool is in use beyond the watermark for suspended sequences."""
+        return any(pool.utilisation > self._resume_watermark for pool in self.pools)
 
     def new_id(self) -> int:
         """A number no other sequence or lease of this store has."""
@@ -89,10 +96,12 @@ class CacheStore:
         if all(need <= pool.device.free for pool, need in zip(pools, needs, strict=True)):
             return True
         cached = self._cached()
-        for pool_group, need in enumerate(needs):
-            while pools[pool_group].device.free < need:
-                self._evict(pool_group, need - pools[pool_group].device.free)
-        self.counters.pages_evicted += cached - self._cached()
+        try:
+            for pool_group, need in enumerate(needs):
+                while pools[pool_group].device.free < need:
+                    self._evict(pool_group, need - pools[pool_group].device.free)
+        finally:
+            self.counters.pages_evicted += cached - self._cached()
         return True
 
     def create(self, group: LayerGroup, count: int, after: int | None, priority: int) -> Slots:
@@ -157,10 +166,11 @@ class CacheStore:
 
     def tell_everything(self) -> None:
         """Put the whole tree into the event log, as if it were stored anew."""
-        self.events.cleared()
+        self.events.begin_truth()
         for root in self.tree.roots():
             for above, keys in self.tree.chains(root):
                 self.events.stored(above, keys)
+        self.events.end_truth()
 
     def _empty_tree(self) -> PrefixTree:
         vital = [
@@ -173,23 +183,31 @@ class CacheStore:
     def _evict(self, pool_group: int, count: int) -> None:
         """Make at least one device page less cached: on the host where there is room, else lost."""
         pool = self.pools[pool_group]
-        victims = pool.device_queue.first(count)
-        room = min(len(victims), pool.host.free + pool.host_queue.count)
+        victims = self._make_host_room(pool_group, pool.device_queue.first(count))
+        room = min(len(victims), pool.host.free)
         if room:
             # The coldest are lost if the host cannot take all.
             self._demote(pool_group, victims[len(victims) - room :])
         lost = victims[: len(victims) - room]
         self.lose(pool_group, lost[pool.cached[lost]])
 
-    def _demote(self, pool_group: int, pages: Slots) -> None:
-        """Move cached device pages to the host, for which colder host pages are lost."""
+    def _make_host_room(self, pool_group: int, pages: Slots) -> Slots:
+        """Lose colder host pages for device pages of one priority; returns those still cached.
+
+        What is on the host and deserves more stays there.
+        """
         pool = self.pools[pool_group]
-        while pool.host.free < len(pages):
+        while pool.host.free < len(pages) and pool.host_queue.count:
             coldest = pool.host_queue.first(len(pages) - pool.host.free)
+            if pool.priority[coldest[0]] > pool.priority[pages[0]]:
+                break
             self.lose(pool_group, coldest)
             pages = pages[pool.cached[pages]]
-        if not len(pages):
-            return
+        return pages
+
+    def _demote(self, pool_group: int, pages: Slots) -> None:
+        """Move cached device pages to free host slots."""
+        pool = self.pools[pool_group]
         targets = pool.host.take(len(pages))
         try:
             devices = np.int32(pool.num_device_slots)
