@@ -125,6 +125,16 @@ def test_runs_are_cut_where_either_side_jumps() -> None:
     assert run_bounds(slots(3, 2, 1), slots(5, 6, 7)) == [0, 1, 2, 3]
 
 
+def test_a_run_has_no_jump_between_its_ends() -> None:
+    pool = torch.zeros(8, 8, dtype=torch.uint8)
+    assert Rows(pool, slots(3)).is_run
+    assert Rows(pool, slots(3, 4, 5, 6)).is_run
+    assert not Rows(pool, slots(3, 5, 4, 6)).is_run
+    assert not Rows(pool, slots(3, 5)).is_run
+    assert not Rows(pool, slots(3, 3, 5)).is_run
+    assert Rows(pool, slots(3, 4)).run.data_ptr() == pool[3].data_ptr()
+
+
 @pytest.mark.parametrize(
     ("sources", "targets", "message"),
     [
