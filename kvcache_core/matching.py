@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from kvcache_core.children import SEVERAL
 from kvcache_core.groups import LayerGroup
 from kvcache_core.hashing import TOKEN_BYTES, Prompt
 from kvcache_core.pages import NO_PAGE
@@ -81,13 +82,12 @@ class _Coverage:
             return bool(self._present[blocks - 1])
         return self._is_trivial or self._covers(blocks, blocks * self._size)
 
-    def partial(self, node: int, tokens: int) -> bool:
-        """Whether the whole path and then a part of ``node`` serve ``tokens`` tokens."""
+    def partial(self, blocks: int, node: int, tokens: int) -> bool:
+        """Whether ``blocks`` blocks and then a part of ``node`` serve ``tokens`` tokens."""
         cycle = self.group.life_cycle
         if cycle.policy is ReusePolicy.PRIVATE:
             return False
         has_page = bool(self._tree.pages[self.group.id, node] != NO_PAGE)
-        blocks = len(self._path)
         if cycle.is_state:
             return has_page and blocks * self._size + self._tree.length[node] == tokens
         if self._is_trivial:
@@ -108,49 +108,98 @@ def find(
     """The longest reusable prefix of ``prompt``, at most ``max_match`` tokens, below ``root``.
     Changes nothing.
 
-    Where a layer's KV depends on tokens ahead, that many tokens less are reused than are known.
+    Where a layer's KV depends on tokens ahead, what comes last is reused only if they are known to
+    be the same.
     """
     limit = min(max_match, len(prompt))
-    match = _find(groups, tree, root, prompt, limit)
     ahead = max(group.life_cycle.look_ahead_tokens for group in groups)
     if not ahead:
-        return match
-    safe = max(0, match.content_tokens - ahead)
-    if match.tokens <= safe:
-        return match
-    shorter = _find(groups, tree, root, prompt, safe)
-    return replace(shorter, content_tokens=match.content_tokens)
+        return _Search(groups, tree, root, prompt, limit).longest()
+    known = _Search(groups, tree, root, prompt, min(limit + ahead, len(prompt))).longest()
+    safe = min(limit, max(0, known.content_tokens - ahead))
+    match = _Search(groups, tree, root, prompt, safe).longest()
+    return replace(match, content_tokens=min(limit, known.content_tokens))
 
 
-def _find(
-    groups: Sequence[LayerGroup], tree: PrefixTree, root: int, prompt: Prompt, limit: int
-) -> Match:
-    size = prompt.tokens_per_block
-    path = tree.walk(prompt, limit // size)
-    coverages = [_Coverage(group, size, tree, path) for group in groups]
-    required = [
-        coverage
-        for coverage in coverages
-        if coverage.group.life_cycle.policy is ReusePolicy.REQUIRED
-    ]
-    whole = len(path)
-    content = whole * size
-    query = prompt.packed[whole * size * TOKEN_BYTES : min(limit, content + size) * TOKEN_BYTES]
-    if query:
-        parent = int(path[-1]) if whole else root
-        for node, common in tree.partial_matches(parent, query):
-            content = max(content, whole * size + common)
-            tokens = whole * size + common
-            if all(coverage.partial(node, tokens) for coverage in required):
-                complete = tuple(coverage.partial(node, tokens) for coverage in coverages)
-                nodes = np.append(path, np.int32(node))
-                return Match(nodes, tokens, complete, content)
-    endpoints = np.ones(whole, dtype=np.bool_)
-    for coverage in required:
-        endpoints &= coverage.endpoints
-    for blocks in (np.flatnonzero(endpoints)[::-1] + 1).tolist():
-        if all(coverage.whole(blocks) for coverage in required):
-            complete = tuple(coverage.whole(blocks) for coverage in coverages)
-            return Match(path[:blocks], blocks * size, complete, content)
-    none = tuple(group.life_cycle.policy is not ReusePolicy.PRIVATE for group in groups)
-    return Match(path[:0], 0, none, content)
+class _Search:
+    """One look for the longest reusable prefix of at most ``limit`` tokens."""
+
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        tree: PrefixTree,
+        root: int,
+        prompt: Prompt,
+        limit: int,
+    ) -> None:
+        self._groups = groups
+        self._tree = tree
+        self._root = root
+        self._packed = prompt.packed[: limit * TOKEN_BYTES]
+        self._size = prompt.tokens_per_block
+        self._path = tree.walk(prompt, limit // self._size)
+        self._coverages = [_Coverage(group, self._size, tree, self._path) for group in groups]
+        self._required = [
+            coverage
+            for coverage in self._coverages
+            if coverage.group.life_cycle.policy is ReusePolicy.REQUIRED
+        ]
+        self._content = len(self._path) * self._size
+
+    def longest(self) -> Match:
+        """Lengths from the longest: inside the block behind the path, then down the path."""
+        whole = len(self._path)
+        found = self._partial(whole)
+        if found is not None:
+            return found
+        endpoints = np.ones(whole, dtype=np.bool_)
+        for coverage in self._required:
+            endpoints &= coverage.endpoints
+        branches = self._branches()
+        for blocks in (np.flatnonzero(endpoints | branches)[::-1] + 1).tolist():
+            if endpoints[blocks - 1] and all(c.whole(blocks) for c in self._required):
+                complete = tuple(coverage.whole(blocks) for coverage in self._coverages)
+                return self._match(self._path[:blocks], blocks * self._size, complete)
+            found = self._partial(blocks - 1) if branches[blocks - 1] else None
+            if found is not None:
+                return found
+        policies = (group.life_cycle.policy for group in self._groups)
+        none = tuple(policy is not ReusePolicy.PRIVATE for policy in policies)
+        return self._match(self._path[:0], 0, none)
+
+    def _branches(self) -> Flags:
+        """Blocks of the path beside which a partial one may hold a snapshot of states.
+
+        For attention alone the block itself is always as good.
+        """
+        if not len(self._path) or not any(c.group.life_cycle.is_state for c in self._required):
+            return np.zeros(len(self._path), dtype=np.bool_)
+        above = np.concatenate(([self._root], self._path[:-1]))
+        several: Flags = self._tree.children.only[above] == SEVERAL
+        return several
+
+    def _partial(self, blocks: int) -> Match | None:
+        """The longest match that ends inside a block behind the first ``blocks``: of equally long
+        ones that for which most groups are complete.
+        """
+        start = blocks * self._size
+        query = self._packed[start * TOKEN_BYTES : (start + self._size) * TOKEN_BYTES]
+        best: Match | None = None
+        if not query:
+            return None
+        parent = int(self._path[blocks - 1]) if blocks else self._root
+        for node, common in self._tree.partial_matches(parent, query):
+            tokens = start + common
+            self._content = max(self._content, tokens)
+            if best is not None and tokens < best.tokens:
+                break
+            if not all(coverage.partial(blocks, node, tokens) for coverage in self._required):
+                continue
+            complete = tuple(c.partial(blocks, node, tokens) for c in self._coverages)
+            if best is None or sum(complete) > sum(best.complete):
+                nodes = np.append(self._path[:blocks], np.int32(node))
+                best = self._match(nodes, tokens, complete)
+        return best
+
+    def _match(self, nodes: Slots, tokens: int, complete: tuple[bool, ...]) -> Match:
+        return Match(nodes, tokens, complete, self._content)

@@ -363,7 +363,7 @@ class SequenceCache(PageUser):
         self._store.move_tip(old, node)
 
     def _attach(self, packed: bytes, match: Match) -> int:
-        """Hold the pages of a match; the sequence has none before. Returns its tokens on the host."""
+        """Hold the pages of a match; there are none before. Returns its tokens on the host."""
         self._tokens = bytearray(packed[: match.tokens * TOKEN_BYTES])
         self.committed = self.history = self.capacity = match.tokens
         self._has_own_tail = False
@@ -392,7 +392,8 @@ class SequenceCache(PageUser):
             return
         self._retract_first(end - first)
         size = self._store.tokens_per_block * TOKEN_BYTES
-        packed = bytes(self._tokens[first * size : end * size])
+        with memoryview(self._tokens) as tokens:
+            packed = tokens[first * size : end * size].tobytes()
         keys = self._keys(first, end, packed)
         node = publish_blocks(self._store, self._tip, keys, packed, first, self._pages.attention)
         self._set_tip(node)

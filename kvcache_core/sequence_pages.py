@@ -64,6 +64,8 @@ class SequencePages:
         """
         store = self._store
         self.blocks = self.private_from = len(match.nodes)
+        if not self.blocks:
+            return 0
         hosted = np.zeros(self.blocks, dtype=np.bool_)
         for pages in self.groups:
             cycle, index = pages.group.life_cycle, pages.group.id
@@ -143,6 +145,8 @@ class SequencePages:
         pages, pool = order.pages, order.pages.pool
         old = pages.pages[order.ordinals]
         pages.pages[order.ordinals] = new
+        if not (old != NO_PAGE).any():
+            return
         if not pages.group.life_cycle.is_state:
             read = (order.ordinals < first) & (old >= pool.num_device_slots)
             nodes = pool.node[old[read]]
@@ -286,7 +290,11 @@ class SequencePages:
             return Order(pages, np.zeros(1, dtype=np.int64), source)
         start, end = cycle.stale_range(live_at, self._store.tokens_per_block)
         new = np.arange(existing, blocks)
-        new = new[(new < start) | (new >= end)]
+        if existing < end:
+            new = new[(new < start) | (new >= end)]
+        is_settled = not pages.unfilled and not pages.on_host
+        if is_settled and first >= min(existing, self.private_from):
+            return Order(pages, new, np.full(len(new), NO_PAGE, dtype=np.int32))
         begin = 0 if pages.unfilled or pages.on_host else min(first, existing)
         ordinals = np.arange(begin, existing)
         span = pages.pages[begin:existing]

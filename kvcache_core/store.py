@@ -63,6 +63,11 @@ class CacheStore:
             group.life_cycle.is_full and group.life_cycle.policy is ReusePolicy.REQUIRED
             for group in self.groups
         )
+        pools = [
+            group.pool_group for group, vital in zip(self.groups, self.vital, strict=True) if vital
+        ]
+        self._may_repeat = len(set(pools)) < len(pools)
+        """Whether one pool group may hold two pages without which a node is lost."""
         self._is_vital = np.array(self.vital, dtype=np.bool_)
         self.copier = copier
         self.tree = self._empty_tree()
@@ -149,7 +154,7 @@ class CacheStore:
         states = [group.id for group in self.groups if group.life_cycle.is_state]
         for sibling in self.tree.covered_by(node):
             if not (self.tree.pages[states, sibling] != NO_PAGE).any():
-                self._report_removed(self._drop(self.tree.subtree(sibling)))
+                self._report_removed(self._drop(np.array([sibling], dtype=np.int32)))
 
     def clear(self) -> None:
         """Empty the tree. Sequences keep their pages and stop publishing."""
@@ -238,32 +243,27 @@ class CacheStore:
         return removed
 
     def _drop_all(self, nodes: Slots) -> list[bytes]:
-        """Remove nodes and their subtrees."""
+        """Remove nodes and their subtrees; pages come deepest first, so do their nodes."""
         tree = self.tree
-        members = np.unique(nodes)
-        parents = tree.parent[members]
-        inside = parents[np.isin(parents, members)]
-        children = np.zeros(len(members), dtype=np.int64)
-        np.add.at(children, np.searchsorted(members, inside), 1)
-        if (tree.children.counts[members] == children).all():
-            # Nothing below them but themselves. Pages come deepest first, so do their blocks.
-            return self._drop(list(dict.fromkeys(nodes.tolist())))
+        if self._may_repeat:
+            nodes = np.array(list(dict.fromkeys(nodes.tolist())), dtype=np.int32)
+        # Every child inside has its parent inside: as many as there are children in all?
+        if tree.children.counts[nodes].sum() == np.count_nonzero(tree.has_parent_in(nodes)):
+            return self._drop(nodes)
         removed: list[bytes] = []
         for node in nodes.tolist():
             if tree.attached[node]:
-                removed += self._drop(tree.subtree(node))
+                removed += self._drop(np.array(tree.subtree(node), dtype=np.int32))
         return removed
 
-    def _drop(self, nodes: Sequence[int]) -> list[bytes]:
+    def _drop(self, nodes: Slots) -> list[bytes]:
         """Remove nodes, all their descendants among them; returns the keys of the full ones."""
-        members = np.array(nodes, dtype=np.int32)
-        parents = self.tree.parent[members]
-        outside = np.unique(parents[~np.isin(parents, members)])
-        self._forget_pages(members)
-        removed = self.tree.detach(members)
-        for parent in outside.tolist():
-            if parent != NO_NODE:
-                removed += self.tree.prune(parent)
+        parents = self.tree.parent[nodes]
+        outside = set(parents[~self.tree.has_parent_in(nodes)].tolist())
+        self._forget_pages(nodes)
+        removed = self.tree.detach(nodes)
+        for parent in sorted(outside - {NO_NODE}):
+            removed += self.tree.prune(parent)
         return removed
 
     def _forget_pages(self, nodes: Slots) -> None:

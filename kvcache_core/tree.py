@@ -10,6 +10,7 @@ one itself.
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -42,6 +43,7 @@ class PrefixTree:
         self.length = np.zeros(capacity, dtype=np.int32)
         self.tips = np.zeros(capacity, dtype=np.int32)
         self.attached = np.zeros(capacity, dtype=np.bool_)
+        self._marks = np.zeros(capacity, dtype=np.bool_)
         self.children = ChildIndex(capacity)
         self._keys = np.zeros((capacity, KEY_BYTES), dtype=np.uint8)
         self._tokens = np.zeros((capacity, self._size), dtype=np.uint8)
@@ -149,18 +151,32 @@ class PrefixTree:
             if common:
                 yield node, common
 
-    def covers(self, parent: int, tokens: bytes) -> bool:
-        """True when a child begins with ``tokens``, so that a partial block of them is useless."""
+    def covers(self, parent: int, tokens: bytes, groups: Sequence[int]) -> bool:
+        """True when a child begins with ``tokens`` and has pages of ``groups``, so that a partial
+        block of them is useless.
+        """
         length = len(tokens) // TOKEN_BYTES
-        return any(common == length for _, common in self.partial_matches(parent, tokens))
+        return any(
+            common == length and bool((self.pages[groups, node] != NO_PAGE).all())
+            for node, common in self.partial_matches(parent, tokens)
+        )
 
     def covered_by(self, node: int) -> list[int]:
-        """Partial siblings close to ``node`` that ``node`` begins with: it makes them useless."""
+        """Partial siblings close to ``node`` that ``node`` begins with: it makes them useless,
+        unless they have pages that it lacks.
+        """
         parent = int(self.parent[node])
         if self.children.only[parent] != SEVERAL:
             return []
         near = self.partial_matches(parent, self.tokens(node))
-        return [other for other, common in near if other != node and common == self.length[other]]
+        lacking = self.pages[:, node] == NO_PAGE
+        return [
+            other
+            for other, common in near
+            if other != node
+            and common == self.length[other]
+            and not (self.pages[lacking, other] != NO_PAGE).any()
+        ]
 
     def subtree(self, node: int) -> list[int]:
         """``node`` and everything below it, parents first."""
@@ -194,25 +210,31 @@ class PrefixTree:
         invariant(self.attached[nodes].all(), "a block can be detached only once")
         self.attached[nodes] = False
         parents = self.parent[nodes]
-        inside = np.isin(parents, nodes)
-        for node, parent in zip(nodes[~inside].tolist(), parents[~inside].tolist(), strict=True):
+        outside = ~self.has_parent_in(nodes)
+        for node, parent in zip(nodes[outside].tolist(), parents[outside].tolist(), strict=True):
             if parent == NO_NODE:
                 del self._roots[self._scopes.pop(node)]
             else:
                 self.children.unlink(parent, node, self.tokens(node))
         self.children.unlink_chain(nodes)
-        keys = self._keys[nodes].tobytes()
-        full = (self.length[nodes] == self._tokens_per_block).tolist()
-        is_root = (self.length[nodes] == 0).tolist()
-        removed = []
-        for index in range(len(nodes)):
-            key = keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
-            if not is_root[index]:
-                del self._by_key[key]
-            if full[index]:
-                removed.append(key)
         self._free_numbers(nodes[self.tips[nodes] == 0])
-        return removed
+        lengths = self.length[nodes]
+        full = self._key_list(nodes[lengths == self._tokens_per_block])
+        partial = self._key_list(nodes[(lengths > 0) & (lengths < self._tokens_per_block)])
+        deque(map(self._by_key.pop, full + partial), maxlen=0)
+        return full
+
+    def has_parent_in(self, nodes: Slots) -> npt.NDArray[np.bool_]:
+        """For each of ``nodes``, which are distinct, whether its parent is one of them."""
+        parents = self.parent[nodes]
+        self._marks[nodes] = True
+        inside: npt.NDArray[np.bool_] = self._marks[parents] & (parents != NO_NODE)
+        self._marks[nodes] = False
+        return inside
+
+    def _key_list(self, nodes: Slots) -> list[bytes]:
+        packed = self._keys[nodes].tobytes()
+        return [packed[start : start + KEY_BYTES] for start in range(0, len(packed), KEY_BYTES)]
 
     def prune(self, node: int) -> list[bytes]:
         """Detach ``node`` and its ancestors as far as nobody needs them; returns the full ones'
@@ -278,6 +300,7 @@ class PrefixTree:
         self.length = grown(self.length, 0)  # type: ignore[assignment]
         self.tips = grown(self.tips, 0)  # type: ignore[assignment]
         self.attached = grown(self.attached, 0)  # type: ignore[assignment]
+        self._marks = grown(self._marks, 0)  # type: ignore[assignment]
         self._keys = grown(self._keys, 0)  # type: ignore[assignment]
         self._tokens = grown(self._tokens, 0)  # type: ignore[assignment]
         self.children.grow(capacity)
