@@ -3,8 +3,8 @@
 Thread CPU time; prompts are int32 arrays of 512 blocks of 64 tokens; target layers with full
 attention and windowed draft layers in two pool groups. At each size the caches are full: a request
 ("miss") matches nothing, allocates 512 blocks by evicting as many, and commits them; the same
-prompt again is a "hit". Block keys are computed once, outside of the request, where a cache takes
-them. Both sides get the same prompts, one side after the other, so that neither's objects slow the
+prompt again is a "hit". Block keys are computed once, outside of the request, as a server does.
+Both sides get the same prompts, one side after the other, so that neither's objects slow the
 other's collections. Bytes a block come from tracemalloc in a run of their own, arrays included.
 """
 
@@ -15,7 +15,7 @@ import gc
 import statistics
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from benchmarks import report
 from benchmarks.kvcache_reference import ReferenceCache, export_tables
-from kvcache_core.hashing import prefix_keys
+from kvcache_core.hashing import Prompt, prefix_keys
 from kvcache_core.index_space import IndexKind, IndexSpace
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.manager import UnifiedKVCacheManager
@@ -53,6 +53,27 @@ RUNNING = 64
 TokenArray = npt.NDArray[np.int32]
 
 
+@dataclass(frozen=True)
+class Request:
+    """Tokens, and the same as a prompt whose blocks all have their keys already."""
+
+    tokens: TokenArray
+    prompt: Prompt
+
+    @classmethod
+    def of(cls, tokens: TokenArray) -> Request:
+        """The request for these tokens; hashes them."""
+        prompt = Prompt(SCOPE, tokens, TOKENS_PER_BLOCK)
+        prompt.keys(prompt.blocks)
+        return cls(tokens, prompt)
+
+    @classmethod
+    def make(cls, number: int, tokens: int = PROMPT_TOKENS) -> Request:
+        """A request that shares no block with one of another number."""
+        values = np.random.default_rng(number).integers(0, VOCABULARY, tokens, dtype=np.int32)
+        return cls.of(values)
+
+
 class CachedSequence(Protocol):
     """What the benchmark asks of a sequence, of either cache."""
 
@@ -67,8 +88,8 @@ class CachedSequence(Protocol):
 class Cache(Protocol):
     """One side of the comparison."""
 
-    def open(self, tokens: TokenArray, keys: Sequence[bytes]) -> CachedSequence:
-        """Match ``tokens``, whose full blocks have the keys ``keys``."""
+    def open(self, request: Request) -> CachedSequence:
+        """Match all of a request's tokens but the last."""
         ...
 
     def cached_blocks(self) -> int: ...
@@ -131,10 +152,8 @@ class Unified(Cache):
         )
 
     @override
-    def open(self, tokens: TokenArray, keys: Sequence[bytes]) -> CachedSequence:
-        """The one place where precomputed keys would enter."""
-        del keys
-        return self._manager.open(SCOPE, tokens, max_match=len(tokens) - 1)
+    def open(self, request: Request) -> CachedSequence:
+        return self._manager.open_prompt(request.prompt, max_match=len(request.tokens) - 1)
 
     @override
     def cached_blocks(self) -> int:
@@ -149,8 +168,9 @@ class Reference(Cache):
         self._cache = ReferenceCache(SCOPE, slots_for(blocks), windows, TOKENS_PER_BLOCK)
 
     @override
-    def open(self, tokens: TokenArray, keys: Sequence[bytes]) -> CachedSequence:
-        return self._cache.open(keys, max_match=len(tokens) - 1)
+    def open(self, request: Request) -> CachedSequence:
+        keys = request.prompt.known
+        return self._cache.open(keys, max_match=len(request.tokens) - 1)
 
     @override
     def cached_blocks(self) -> int:
@@ -160,19 +180,6 @@ class Reference(Cache):
 SIDES: dict[str, Callable[[int], Cache]] = {"pageferry": Unified, "reference": Reference}
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt nobody else has, and the keys of its blocks."""
-
-    tokens: TokenArray
-    keys: list[bytes]
-
-    @classmethod
-    def make(cls, number: int, tokens: int = PROMPT_TOKENS) -> Prompt:
-        values = np.random.default_rng(number).integers(0, VOCABULARY, tokens, dtype=np.int32)
-        return cls(values, prefix_keys(SCOPE, values, TOKENS_PER_BLOCK))
-
-
 def cpu_us(action: Callable[[], object]) -> float:
     """Thread CPU time of one call, in microseconds."""
     start = time.thread_time_ns()
@@ -180,20 +187,20 @@ def cpu_us(action: Callable[[], object]) -> float:
     return (time.thread_time_ns() - start) / 1e3
 
 
-def request(cache: Cache, prompt: Prompt) -> CachedSequence:
+def serve(cache: Cache, request: Request) -> CachedSequence:
     """Match, allocate and commit one prompt."""
-    sequence = cache.open(prompt.tokens, prompt.keys)
-    if not sequence.grow(len(prompt.tokens)):
+    sequence = cache.open(request)
+    if not sequence.grow(len(request.tokens)):
         raise RuntimeError("the cache is too small for one prompt")
-    sequence.advance(len(prompt.tokens))
-    sequence.commit(prompt.tokens[sequence.matched_tokens :])
+    sequence.advance(len(request.tokens))
+    sequence.commit(request.tokens[sequence.matched_tokens :])
     return sequence
 
 
 def fill(cache: Cache, blocks: int) -> None:
     """Commit and close prompts until ``blocks`` are cached."""
     for number in range(-(-blocks // PROMPT_BLOCKS)):
-        request(cache, Prompt.make(number)).close()
+        serve(cache, Request.make(number)).close()
 
 
 @dataclass(frozen=True)
@@ -208,14 +215,14 @@ class Timing:
 def time_requests(cache: Cache, blocks: int, repeats: int) -> Timing:
     """Requests on the full cache: prompts that are new, then the same ones again."""
     first = -(-blocks // PROMPT_BLOCKS) + 1_000_000
-    prompts = [Prompt.make(first + number) for number in range(min(repeats, blocks // 1024))]
+    requests = [Request.make(first + number) for number in range(min(repeats, blocks // 1024))]
     taken: list[CachedSequence] = []
     miss, hit, close = [], [], []
-    for prompt in prompts:
-        miss.append(cpu_us(lambda prompt=prompt: taken.append(request(cache, prompt))))  # type: ignore[misc]
+    for request in requests:
+        miss.append(cpu_us(lambda: taken.append(serve(cache, request))))  # noqa: B023
         close.append(cpu_us(taken.pop().close))
-    for prompt in prompts:
-        hit.append(cpu_us(lambda prompt=prompt: taken.append(request(cache, prompt))))  # type: ignore[misc]
+    for request in requests:
+        hit.append(cpu_us(lambda: taken.append(serve(cache, request))))  # noqa: B023
         if taken[-1].matched_tokens < PROMPT_TOKENS - TOKENS_PER_BLOCK:
             raise RuntimeError(f"only {taken[-1].matched_tokens} tokens of a cached prompt matched")
         taken.pop().close()
@@ -247,8 +254,8 @@ def longest_pause_ms(cache: Cache, steps: int) -> float:
 
     Half way through one full collection is forced: a short loop might not meet one by itself.
     """
-    prompts = [Prompt.make(2_000_000 + number, TOKENS_PER_BLOCK) for number in range(RUNNING)]
-    sequences = [request(cache, prompt) for prompt in prompts]
+    requests = [Request.make(2_000_000 + number, TOKENS_PER_BLOCK) for number in range(RUNNING)]
+    sequences = [serve(cache, request) for request in requests]
     token = np.array([1], dtype=np.int32)
     with collections() as pauses:
         for step in range(steps):
@@ -283,7 +290,7 @@ def bytes_per_block(make: Callable[[int], Cache], blocks: int) -> float:
 
 def time_hash(repeats: int) -> float:
     """Keys of one prompt."""
-    tokens = Prompt.make(0).tokens
+    tokens = Request.make(0).tokens
     return statistics.median(
         cpu_us(lambda: prefix_keys(SCOPE, tokens, TOKENS_PER_BLOCK)) for _ in range(repeats)
     )

@@ -79,6 +79,10 @@ class TorchStorage(PageCopier):
         """The pool itself: uint8 ``[num_slots, slot_bytes]``, contiguous."""
         return self._pools[pool_group][pool]
 
+    def pool_bases(self) -> tuple[tuple[int, ...], ...]:
+        """Address of the first byte of every pool, by pool group: for a pointer table."""
+        return tuple(tuple(pool.data_ptr() for pool in pools) for pools in self._pools)
+
     def host_pool_bytes(self, pool_group: int, pool: int) -> torch.Tensor:
         """The pool's host tier: uint8 ``[num_host_slots, encoded slot bytes]``, contiguous."""
         return self._host_pools[pool_group][pool]
@@ -162,12 +166,6 @@ class TorchStorage(PageCopier):
         for pool, host_pool in pools:
             copy_rows(Rows(host_pool, host_slots), Rows(pool, device_slots), decode)
         self._settle()
-
-    def copy_slot(self, pool_group: int, source: int, target: int) -> None:
-        """One slot of :meth:`copy_slots`."""
-        self.copy_slots(
-            pool_group, np.array([source], dtype=np.int32), np.array([target], dtype=np.int32)
-        )
 
     def _settle(self) -> None:
         """Wait for the copies: a transfer that is posted next is not ordered behind the stream."""

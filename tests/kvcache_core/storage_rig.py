@@ -9,6 +9,7 @@ import torch
 
 from kvcache_core.address import BufferAddress
 from kvcache_core.layout import LayoutPlan
+from kvcache_core.pointer_table import pool_pointers
 from kvcache_core.spec import (
     BufferRole,
     BufferSpec,
@@ -20,7 +21,6 @@ from kvcache_core.spec import (
     recurrent_layer,
 )
 from kvcache_core.storage import TorchStorage
-from kvcache_core.storage.pointers import pointer_table, pool_row
 
 TARGET, DRAFT = KVCacheLayerOwner.TARGET, KVCacheLayerOwner.DRAFT
 SLOTS = 7
@@ -86,13 +86,15 @@ class Rig:
     def __init__(self, plan: LayoutPlan, device: str = "cpu", **options: Any) -> None:
         self.plan = plan
         self.storage = TorchStorage(plan, [SLOTS] * len(plan.pool_groups), device, **options)
-        self._pointers = pointer_table(self.storage)
+        self.pointers = pool_pointers(plan, self.storage.pool_bases())
         self._random = torch.Generator().manual_seed(7)
 
     def address_of(self, address: BufferAddress, slot: int) -> int:
         """``base + slot * slot_bytes + offset`` of a buffer, from the pointer table."""
-        row = self._pointers[pool_row(self.storage, address.pool_group, address.pool)]
-        return int(row[0]) + slot * int(row[1]) + address.offset_bytes
+        groups = self.plan.pool_groups[: address.pool_group]
+        row = sum(len(group.slot_bytes) for group in groups) + address.pool
+        base, slot_bytes = self.pointers[row].tolist()
+        return int(base + slot * slot_bytes + address.offset_bytes)
 
     def page(self, address: BufferAddress, slot: int, page: int = 0) -> torch.Tensor:
         """The bytes of one page in raw memory, uint8 ``[page_bytes]``, writable. CPU only."""

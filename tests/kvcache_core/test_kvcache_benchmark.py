@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks import kvcache
-from benchmarks.kvcache import TOKENS_PER_BLOCK, Cache, Prompt, Reference, Unified, request
+from benchmarks.kvcache import TOKENS_PER_BLOCK, Cache, Reference, Request, Unified, serve
 from benchmarks.kvcache_reference import export_tables
-from kvcache_core.hashing import prefix_keys
 
 BLOCKS = 4 * kvcache.PROMPT_BLOCKS
 FIGURES = {"request_32k_us", "bytes_per_block", "scaling_1m_over_10k", "gc_pause_ms"}
@@ -22,23 +21,23 @@ def cache(request: pytest.FixtureRequest) -> Cache:
     return made
 
 
-def branch(prompt: Prompt, blocks: int, seed: int) -> Prompt:
-    """A prompt that shares its first ``blocks`` blocks with ``prompt``."""
-    tokens = Prompt.make(seed, len(prompt.tokens)).tokens
-    tokens[: blocks * TOKENS_PER_BLOCK] = prompt.tokens[: blocks * TOKENS_PER_BLOCK]
-    return Prompt(tokens, prefix_keys(kvcache.SCOPE, tokens, TOKENS_PER_BLOCK))
+def branch(trunk: Request, blocks: int, seed: int) -> Request:
+    """A request that shares its first ``blocks`` blocks with ``trunk``."""
+    tokens = Request.make(seed, len(trunk.tokens)).tokens
+    tokens[: blocks * TOKENS_PER_BLOCK] = trunk.tokens[: blocks * TOKENS_PER_BLOCK]
+    return Request.of(tokens)
 
 
-def matched(cache: Cache, prompt: Prompt) -> int:
+def matched(cache: Cache, request: Request) -> int:
     """Whole blocks that a request matches."""
-    sequence = request(cache, prompt)
+    sequence = serve(cache, request)
     blocks = sequence.matched_tokens // TOKENS_PER_BLOCK
     sequence.close()
     return blocks
 
 
 def test_both_sides_match_the_same_prefixes(cache: Cache) -> None:
-    first = Prompt.make(1)
+    first = Request.make(1)
     assert matched(cache, first) == 0
     assert matched(cache, first) == kvcache.PROMPT_BLOCKS - 1
     assert matched(cache, branch(first, 200, seed=2)) == 200
@@ -46,11 +45,11 @@ def test_both_sides_match_the_same_prefixes(cache: Cache) -> None:
 
 
 def test_both_sides_forget_the_least_recently_used(cache: Cache) -> None:
-    prompts = [Prompt.make(number) for number in range(6)]
-    for prompt in prompts:
-        assert matched(cache, prompt) == 0
-    assert matched(cache, prompts[5]) == kvcache.PROMPT_BLOCKS - 1
-    assert matched(cache, prompts[0]) == 0
+    requests = [Request.make(number) for number in range(6)]
+    for request in requests:
+        assert matched(cache, request) == 0
+    assert matched(cache, requests[5]) == kvcache.PROMPT_BLOCKS - 1
+    assert matched(cache, requests[0]) == 0
 
 
 def test_figures_of_a_tiny_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,8 @@ import torch
 from kvcache_core.address import BufferAddress
 from kvcache_core.index_space import IndexKind, IndexSpace
 from kvcache_core.layout import LayoutPlan
+from kvcache_core.pointer_table import per_layer_pointers
 from kvcache_core.spec import BufferRole, BufferSpec, ElementType, PageMapping, owner_of
-from kvcache_core.storage.pointers import flat_pointer_table, pointer_table, pool_row
 from tests.kvcache_core.storage_rig import (
     BLOCK,
     CONV,
@@ -128,30 +128,29 @@ def test_k7_the_packed_reference_keeps_a_scale_that_is_no_power_of_two() -> None
 
 
 def test_k10_the_pointer_table_gives_real_addresses(rig: Rig) -> None:
-    table = pointer_table(rig.storage)
-    assert table.shape == (sum(len(group.slot_bytes) for group in rig.plan.pool_groups), 2)
     for (layer_id, role), address in rig.plan.addresses.items():
-        base, slot_bytes = table[pool_row(rig.storage, address.pool_group, address.pool)].tolist()
         view = rig.storage.buffer(layer_id, role)
         for slot in ODD_SLOTS:
-            assert base + slot * slot_bytes + address.offset_bytes == view[slot].data_ptr()
+            assert rig.address_of(address, slot) == view[slot].data_ptr()
 
 
-def test_k10_both_layouts_of_the_pointer_table_are_taken(rig: Rig) -> None:
-    flat = pointer_table(rig.storage)
-    groups = rig.plan.pool_groups
-    most = max(len(group.slot_bytes) for group in groups)
-    assert most > min(len(group.slot_bytes) for group in groups), "no row is padded"
-    cube = torch.zeros(len(groups), most, 2, dtype=torch.int64)
-    for group in groups:
-        for pool in range(len(group.slot_bytes)):
-            cube[group.id, pool] = flat[pool_row(rig.storage, group.id, pool)]
-    assert torch.equal(flat_pointer_table(cube), flat)
-    assert torch.equal(flat_pointer_table(flat), flat)
-    with pytest.raises(ValueError, match=r"got torch\.int64 \[2, 3\]"):
-        flat_pointer_table(torch.zeros(2, 3, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"got torch\.int32"):
-        flat_pointer_table(torch.zeros(2, 2, dtype=torch.int32))
+def test_k10_the_table_of_layers_gives_real_addresses(rig: Rig) -> None:
+    """The mixed layout: each layer and pool has a pointer of its own, draft layers included."""
+    table = per_layer_pointers(rig.plan, rig.pointers)
+    found: set[tuple[int, BufferRole]] = set()
+    for row, layer_id in enumerate(rig.plan.layer_ids):
+        for pool, (base, slot_bytes) in enumerate(table[row].tolist()):
+            roles = [
+                role
+                for (layer, role), address in rig.plan.addresses.items()
+                if layer == layer_id and address.pool == pool
+            ]
+            assert bool(base) is bool(roles)
+            for slot in ODD_SLOTS:
+                starts = [rig.storage.buffer(layer_id, role)[slot].data_ptr() for role in roles]
+                assert not starts or base + slot * slot_bytes == min(starts)
+            found.update((layer_id, role) for role in roles)
+    assert found == set(rig.plan.addresses)
 
 
 def check_through_indices(rig: Rig, layer_id: int, role: BufferRole, kind: IndexKind) -> None:
