@@ -14,7 +14,7 @@ import numpy as np
 
 from kvcache_core.errors import invariant
 from kvcache_core.hashing import TOKEN_BYTES
-from kvcache_core.slots import Slots
+from kvcache_core.slots import Slots, index_of
 
 NEIGHBOURS = 8
 """Children looked at on either side of a query, at most."""
@@ -63,8 +63,9 @@ class ChildIndex:
 
     def link_chain(self, nodes: Slots) -> None:
         """Each of ``nodes`` but the first becomes the only child of the one before."""
-        self.counts[nodes[:-1]] = 1
-        self.only[nodes[:-1]] = nodes[1:]
+        above = index_of(nodes[:-1])
+        self.counts[above] = 1
+        self.only[above] = nodes[1:]
 
     def link(self, parent: int, node: int, tokens: bytes, sibling_tokens: bytes) -> None:
         """``node`` becomes a child of ``parent``. ``sibling_tokens``: those of an only child that

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvcache_core.errors import invariant
 from kvcache_core.eviction import EvictionQueue
-from kvcache_core.slots import SlotAllocator, Slots
+from kvcache_core.slots import SlotAllocator, Slots, index_of
 
 MIN_PRIORITY = 0
 DEFAULT_PRIORITY = 35
@@ -129,9 +129,10 @@ class PagePool:
     def create(self, count: int, after: int | None, layer_group: int, priority: int) -> Slots:
         """New device pages with one holder each; enough slots must be free."""
         pages = self.device.take(count, after)
-        self.group[pages] = layer_group
-        self.holders[pages] = 1
-        self.priority[pages] = priority
+        rows = index_of(pages)
+        self.group[rows] = layer_group
+        self.holders[rows] = 1
+        self.priority[rows] = priority
         return pages
 
     def reserve(self) -> int:
@@ -150,9 +151,10 @@ class PagePool:
         """One sequence less uses each of ``pages``; given deepest block first, which is the order
         in which they are lost.
         """
-        holders = self.holders[pages] - 1
-        invariant((holders >= 0).all(), f"one of the pages {pages.tolist()} has no holder")
-        self.holders[pages] = holders
+        rows = index_of(pages)
+        holders = self.holders[rows] - 1
+        invariant((holders >= 0).all(), "a released page has no holder")
+        self.holders[rows] = holders
         self.settle(pages)
 
     def pin(self, pages: Slots) -> None:
@@ -165,7 +167,7 @@ class PagePool:
     def unpin(self, pages: Slots) -> None:
         """One transfer less may touch each of ``pages``."""
         leases = self.leases[pages] - 1
-        invariant((leases >= 0).all(), f"one of the pages {pages.tolist()} has no lease")
+        invariant((leases >= 0).all(), "an unpinned page has no lease")
         self.leases[pages] = leases
         self.leased -= int(np.count_nonzero(leases == 0))
         self.settle(pages)
@@ -230,10 +232,11 @@ class PagePool:
 
     def settle(self, pages: Slots) -> None:
         """Cache what only the tree knows, free what nobody does."""
-        idle = pages[(self.holders[pages] == 0) & (self.leases[pages] == 0) & ~self.cached[pages]]
+        rows = index_of(pages)
+        idle = pages[(self.holders[rows] == 0) & (self.leases[rows] == 0) & ~self.cached[rows]]
         if not len(idle):
             return
-        in_tree = self.node[idle] != NO_NODE
+        in_tree = self.node[index_of(idle)] != NO_NODE
         if in_tree.all():
             self._cache(idle)
             return
@@ -243,7 +246,7 @@ class PagePool:
     def _cache(self, pages: Slots) -> None:
         on_host = pages >= self.device.num_slots
         if not on_host.any():
-            self.device_queue.push(pages, self.priority[pages])
+            self.device_queue.push(pages, self.priority[index_of(pages)])
             return
         for queue, members in (
             (self.device_queue, pages[~on_host]),

@@ -21,7 +21,7 @@ from kvcache_core.groups import LayerGroup
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.pages import NO_NODE, NO_PAGE, PagePool
 from kvcache_core.ports import PageCopier
-from kvcache_core.slots import Slots
+from kvcache_core.slots import Slots, index_of
 from kvcache_core.spec import ReusePolicy
 from kvcache_core.tree import PrefixTree
 
@@ -128,10 +128,10 @@ class CacheStore:
 
     def publish(self, group: LayerGroup, pages: Slots, nodes: Slots) -> None:
         """Give pages to the tree as those of ``group`` in ``nodes``, which have none."""
-        pool = self.pool_of[group.id]
-        invariant((pool.node[pages] == NO_NODE).all(), f"one of {pages.tolist()} is in the tree")
-        self.tree.pages[group.id, nodes] = pages
-        pool.node[pages] = nodes
+        pool, rows = self.pool_of[group.id], index_of(pages)
+        invariant((pool.node[rows] == NO_NODE).all(), "a published page is in the tree already")
+        self.tree.pages[group.id, index_of(nodes)] = pages
+        pool.node[rows] = nodes
 
     def lose(self, pool_group: int, pages: Slots) -> None:
         """Take pages out of the tree, with everything that is useless without them."""

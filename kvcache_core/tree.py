@@ -20,7 +20,7 @@ from kvcache_core.children import SEVERAL, ChildIndex, common_tokens, nearest
 from kvcache_core.errors import invariant
 from kvcache_core.hashing import KEY_BYTES, TOKEN_BYTES, Prompt, child_key, root_key
 from kvcache_core.pages import NO_NODE, NO_PAGE
-from kvcache_core.slots import Slots
+from kvcache_core.slots import Slots, index_of
 
 FIRST_CAPACITY = 1024
 WALK_BLOCKS = 64
@@ -121,12 +121,12 @@ class PrefixTree:
     def insert_chain(self, parent: int, keys: Sequence[bytes], packed: bytes) -> Slots:
         """New full blocks without pages, each below the one before; none of them is there."""
         nodes = self._number(len(keys))
-        self.parent[nodes[0]] = parent
-        self.parent[nodes[1:]] = nodes[:-1]
-        self.length[nodes] = self._tokens_per_block
-        self._tokens[nodes] = np.frombuffer(packed, dtype=np.uint8).reshape(len(keys), self._size)
+        rows = index_of(nodes)
+        self.parent[rows] = np.concatenate(([parent], nodes[:-1]))
+        self.length[rows] = self._tokens_per_block
+        self._tokens[rows] = np.frombuffer(packed, dtype=np.uint8).reshape(len(keys), self._size)
         joined = np.frombuffer(b"".join(keys), dtype=np.uint8)
-        self._keys[nodes] = joined.reshape(len(keys), KEY_BYTES)
+        self._keys[rows] = joined.reshape(len(keys), KEY_BYTES)
         self._by_key.update(zip(keys, nodes.tolist(), strict=True))
         self.children.link_chain(nodes)
         self._link(parent, int(nodes[0]), packed[: self._size])
