@@ -276,6 +276,8 @@ def test_b48_third_buffer_in_the_slot_moves_the_stride() -> None:
     specs = [attention(n, head_dim=128, extra_buffers=(index_keys(128),)) for n in range(2)]
     plan = derive(*specs)
     assert IndexSpace.of(plan.address(1, VALUE), IndexKind.PER_LAYER).scale == 6
+    alone = derive(specs[0]).address(0, VALUE)
+    assert IndexSpace.of(alone, IndexKind.PER_LAYER).scale == 3
     assert plan.address(1, KEY).offset_bytes == 3 * 64 * 128 * 2
     assert [(v.geometry.mapping, len(v.buffers)) for v in plan.views] == [
         (PageMapping.HEAD_MAJOR, 4),
