@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
+
+from kvcache_core.branch_choice import BranchChoice
 
 
 @dataclass(slots=True)
@@ -42,6 +45,12 @@ class CacheCounters:
     """Known tokens not reused because no snapshot of states stood there."""
     page_pruned_tokens: int = 0
     """Known tokens not reused because pages were missing."""
+    snapshots_asked: int = 0
+    """Snapshot points that requests were asked for."""
+    prefix_waits: int = 0
+    """Times a request waited for blocks that another one was computing."""
+    branches: Counter[BranchChoice] = field(default_factory=Counter)
+    """Branch points taken, and skipped by reason."""
     leases_opened: int = 0
     leases_released: int = 0
     leases_quarantined: int = 0

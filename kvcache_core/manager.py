@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from kvcache_core.branch_choice import BranchChoice
 from kvcache_core.checking import check_store
 from kvcache_core.claims import claim_limit
 from kvcache_core.counters import CacheCounters
@@ -19,7 +20,7 @@ from kvcache_core.matching import find
 from kvcache_core.pages import PoolUsage
 from kvcache_core.ports import PageCopier
 from kvcache_core.priorities import DEFAULT_PRIORITIES, PagePriorities
-from kvcache_core.reuse import Reuse, look
+from kvcache_core.reuse import Reuse, count_match, look
 from kvcache_core.sequence import SequenceCache
 from kvcache_core.store import CacheStore
 
@@ -124,12 +125,20 @@ class UnifiedKVCacheManager:
             )
         root = store.tree.root(prompt.scope)
         match = find(store.groups, store.tree, root, prompt, max_match)
-        counters = store.counters
-        counters.sequences_opened += 1
-        counters.queried_tokens += min(max_match, len(prompt))
-        counters.matched_tokens += match.tokens
-        counters.partial_matches += match.tokens % store.tokens_per_block > 0
+        count_match(store, root, prompt, match, max_match)
         return SequenceCache.matched(store, prompt, match, priorities)
+
+    def count_prefix_wait(self) -> None:
+        """A request waits for blocks that another one is computing."""
+        self._store.counters.prefix_waits += 1
+
+    def count_snapshot_asked(self) -> None:
+        """A request is asked for a snapshot at some point of its prompt."""
+        self._store.counters.snapshots_asked += 1
+
+    def count_branch(self, choice: BranchChoice) -> None:
+        """A branch point was taken, or skipped for a reason."""
+        self._store.counters.branches[choice] += 1
 
     def dummy_slots(self) -> tuple[int, ...]:
         """One slot per pool group that no sequence ever has: where padding rows of a batch write.

@@ -31,12 +31,14 @@ class Match:
     ``complete`` tells for each layer group whether its pages can be reused at this length; always
     False for PRIVATE groups. ``content_tokens`` is how far the tree knows the tokens at all:
     beyond it the request differs from all before, below it pages or snapshots were missing.
+    ``safe_tokens`` of these do not depend on tokens that may differ.
     """
 
     nodes: Slots
     tokens: int
     complete: tuple[bool, ...]
     content_tokens: int
+    safe_tokens: int
 
 
 class _Coverage:
@@ -118,7 +120,7 @@ def find(
     known = _Search(groups, tree, root, prompt, min(limit + ahead, len(prompt))).longest()
     safe = min(limit, max(0, known.content_tokens - ahead))
     match = _Search(groups, tree, root, prompt, safe).longest()
-    return replace(match, content_tokens=min(limit, known.content_tokens))
+    return replace(match, content_tokens=min(limit, known.content_tokens), safe_tokens=safe)
 
 
 class _Search:
@@ -202,4 +204,4 @@ class _Search:
         return best
 
     def _match(self, nodes: Slots, tokens: int, complete: tuple[bool, ...]) -> Match:
-        return Match(nodes, tokens, complete, self._content)
+        return Match(nodes, tokens, complete, self._content, self._content)

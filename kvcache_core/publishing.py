@@ -115,7 +115,8 @@ def publish_tail(
     """
     owned = [(pages, own_page(pages, ordinal)) for pages in groups]
     has_state = any(pages.group.life_cycle.is_state and page != NO_PAGE for pages, page in owned)
-    if store.tree.covers(parent, tokens) and not has_state:
+    offered = [pages.group.id for pages, page in owned if page != NO_PAGE]
+    if not has_state and store.tree.covers(parent, tokens, offered):
         return
     publish_partial(store, parent, tokens, owned)
 

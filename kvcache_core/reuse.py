@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcache_core.hashing import Prompt
-from kvcache_core.matching import find
+from kvcache_core.matching import Match, find
 from kvcache_core.store import CacheStore
 
 
@@ -41,10 +41,7 @@ def look(store: CacheStore, prompt: Prompt) -> Reuse:
             in_flight_tokens=in_flight,
         )
     match = find(store.groups, store.tree, root, prompt, len(prompt))
-    attention = [group for group in store.groups if not group.life_cycle.is_state]
-    without_states = match.tokens
-    if len(attention) < len(store.groups):
-        without_states = find(attention, store.tree, root, prompt, len(prompt)).tokens
+    without_states = attention_tokens(store, root, prompt, match, len(prompt))
     hosted = 0
     for index, node in enumerate(match.nodes.tolist()):
         on_host = any(
@@ -60,6 +57,30 @@ def look(store: CacheStore, prompt: Prompt) -> Reuse:
         host_tokens=hosted,
         in_flight_tokens=_in_flight(store, prompt, match.content_tokens // size),
     )
+
+
+def attention_tokens(
+    store: CacheStore, root: int, prompt: Prompt, match: Match, max_match: int
+) -> int:
+    """Tokens that could be reused if states did not matter; ``match`` is the answer with them."""
+    attention = [group for group in store.groups if not group.life_cycle.is_state]
+    if match.tokens == match.safe_tokens or len(attention) == len(store.groups):
+        return match.tokens
+    if not attention:
+        return match.safe_tokens
+    return find(attention, store.tree, root, prompt, max_match).tokens
+
+
+def count_match(store: CacheStore, root: int, prompt: Prompt, match: Match, max_match: int) -> None:
+    """Count what an opened request reuses and what it does not, by reason."""
+    counters = store.counters
+    counters.sequences_opened += 1
+    counters.queried_tokens += min(max_match, len(prompt))
+    counters.matched_tokens += match.tokens
+    counters.partial_matches += match.tokens % store.tokens_per_block > 0
+    without_states = attention_tokens(store, root, prompt, match, max_match)
+    counters.snapshot_pruned_tokens += without_states - match.tokens
+    counters.page_pruned_tokens += match.safe_tokens - without_states
 
 
 def _in_flight(store: CacheStore, prompt: Prompt, first: int) -> int:
