@@ -222,7 +222,10 @@ class PagePool:
 
         A matched page can become private while a transfer that began before reads it.
         """
-        return self.is_writable(pages) & (self.leases[pages] == 0)
+        unread: np.ndarray[tuple[int], np.dtype[np.bool_]] = self.is_writable(pages) & (
+            self.leases[pages] == 0
+        )
+        return unread
 
     def move(self, sources: Slots, targets: Slots) -> None:
         """The tree has ``targets`` in place of ``sources``, which are used by sequences both."""

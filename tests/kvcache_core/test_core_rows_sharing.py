@@ -24,8 +24,8 @@ def run_with(rig: Rig, tokens: list[int], priorities: PagePriorities) -> Sequenc
     return sequence
 
 
-@pytest.mark.parametrize("cleared", [False, True])
-def test_a_page_that_a_transfer_reads_is_not_written_by_who_matched_it(cleared: bool) -> None:
+@pytest.mark.parametrize("forgotten", ["covered", "cleared"])
+def test_a_page_that_a_transfer_reads_is_not_written_by_who_matched_it(forgotten: str) -> None:
     """The tree forgets a partial block while a lease is on it and one sequence has matched it."""
     rig = Rig("full", 16)
     first = rig.run(PROMPT)
@@ -34,7 +34,7 @@ def test_a_page_that_a_transfer_reads_is_not_written_by_who_matched_it(cleared: 
     first.close()
     second = rig.open([*PROMPT[:21], 7, 8])
     assert second.matched_tokens == 21
-    if cleared:
+    if forgotten == "cleared":
         rig.manager.clear()
     else:
         rig.cache([*PROMPT, 1, 2, 3])  # its full block covers the partial one
@@ -47,9 +47,7 @@ def test_a_page_that_a_transfer_reads_is_not_written_by_who_matched_it(cleared: 
     rig.manager.check()
 
 
-def test_declined_states_are_written_to_a_page_of_their_own_even_when_the_last_slot_is_private() -> (
-    None
-):
+def test_declined_states_get_a_page_of_their_own_when_the_last_slot_is_private() -> None:
     """NO_PAGE is -1, which as an index is the last slot of the pool."""
     specs = [layer(0), state_layer(1, ReusePolicy.OPTIONAL)]
     plan = LayoutPlan.derive(specs, tokens_per_block=BLOCK)

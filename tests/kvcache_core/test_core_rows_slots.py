@@ -263,7 +263,7 @@ def test_k40_the_report_comes_at_most_once_a_minute_and_tells_what_happened_sinc
 
 
 def test_b51_what_a_sequence_has_follows_the_plan_alone() -> None:
-    """Restated: no option says whether there is a drafter. Its pages are there iff its specs are."""
+    """Restated: no option says whether there is a drafter. It is there if its specs are."""
     for specs, drafts in (
         ([layer(0)], 0),
         ([layer(0), layer(1, heads=2, owner=DRAFT)], 1),
