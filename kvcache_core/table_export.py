@@ -30,7 +30,10 @@ class TableExporter:
     """
 
     def __init__(self, space: IndexSpace, out: Table) -> None:
-        """Clears ``out``. Raises ValueError for an array of another kind."""
+        """Clears ``out``, which may be the ``numpy()`` of a pinned host tensor.
+
+        Raises ValueError for an array of another kind.
+        """
         pages = space.pages_per_block
         if out.dtype != np.int32 or out.ndim != 2 or not out.flags.c_contiguous:
             raise ValueError(
