@@ -120,13 +120,14 @@ def test_k08_layers_share_a_list_only_when_kernels_plan_alike() -> None:
         attention(5, heads=2, extra_buffers=(index_keys(128),), index_kind=SHARED),
         attention(6),
         states(7),
+        attention(8, heads=2, coalescing_group=3, index_kind=SHARED),  # other pool, other stride
     ]
     plan = derive(*specs)
     lists = plan.index_lists(plan.layer_ids)
-    assert [entry.layer_ids for entry in lists] == [(0, 1, 5), (2,), (3,), (4,)]
-    assert [entry.key.kv_factor for entry in lists] == [2, 1, 2, 2]
-    assert [entry.key.value_offset for entry in lists] == [1, None, 1, 1]
-    assert [entry.layer_group for entry in lists] == [0, 0, 0, 1]
+    assert [entry.layer_ids for entry in lists] == [(0, 1, 5), (2,), (3,), (4,), (8,)]
+    assert [entry.key.kv_factor for entry in lists] == [2, 1, 2, 2, 2]
+    assert [entry.key.value_offset for entry in lists] == [1, None, 1, 1, 1]
+    assert [entry.layer_group for entry in lists] == [0, 0, 0, 1, 0]
     assert lists[0].key.scale == lists[1].key.scale == lists[2].key.scale
     # one list each by bias where the pointer is the pool's
     own = derive(*(replace(spec, index_kind=PER_LAYER) for spec in specs[:2]))
