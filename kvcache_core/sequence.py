@@ -184,6 +184,7 @@ class SequenceCache(PageUser):
             raise ValueError(
                 f"history may rewind within {self.committed}..{self.history}, got {history}"
             )
+        self._pages.expect_rewrite(history, self.history)
         self.history = history
 
     def fork(self) -> SequenceCache | None:

@@ -220,6 +220,17 @@ class SequencePages:
         ordinals = np.array([ordinal], dtype=np.int64)
         return Order(pages, ordinals, pages.pages[ordinals])
 
+    def expect_rewrite(self, history: int, end: int) -> None:
+        """KV of tokens ``[history, end)`` will be written again: elsewhere, where a transfer may
+        read it.
+        """
+        if not self._store.leases or history == end:
+            return
+        first, stop = history // self._store.tokens_per_block, blocks_for(end, self._store)
+        spans = ((pages.pool, pages.pages[first:stop]) for pages in self.attention)
+        if any(pool.leases[span[span != NO_PAGE]].any() for pool, span in spans):
+            self.private_from = max(self.private_from, stop)
+
     def drop_stale(self, tokens: int) -> None:
         """Release blocks of windowed groups that no token at ``tokens`` or later can see."""
         for pages in self._windowed:

@@ -255,3 +255,29 @@ def test_slot_arrays_that_reach_the_copier_are_int32() -> None:
     )[1]
     assert rig.open([1] * 17).prefetch()
     assert set(seen) == {np.dtype(np.int32)}
+
+
+def test_what_is_written_again_after_a_rewind_goes_past_the_page_a_transfer_reads() -> None:
+    rig = Rig("full", 16)
+    sequence = rig.open(PROMPT, max_match=0)
+    assert sequence.grow(12)
+    rig.memory.write(sequence, PROMPT, 0, 12, 0)
+    sequence.advance(12)
+    sequence.commit(PROMPT[:5])
+    lease = sequence.lease(0, 3)
+    slots = lease.slots(0).tolist()
+    seen = [list(rig.memory.content[0][slot]) for slot in slots]
+    sequence.rewind(7)
+    other = [*PROMPT[:7], *range(10)]
+    assert rig.compute(sequence, other)
+    assert [list(rig.memory.content[0][slot]) for slot in slots] == seen
+    rig.verify(sequence, other)
+    rig.manager.check()
+    lease.release()
+    sequence.rewind(17)
+    assert sequence.grow(18)
+    table = sequence.block_table(0).tolist()
+    sequence.advance(18)
+    sequence.rewind(17)
+    assert sequence.grow(18)
+    assert sequence.block_table(0).tolist() == table
