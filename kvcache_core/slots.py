@@ -81,13 +81,18 @@ class SlotAllocator:
         """Return slots, each once, in any order; merges with the free runs around them."""
         if not len(slots):
             return
+        self.free += len(slots)
+        run = index_of(slots)
+        if isinstance(run, slice):
+            first, last = sorted((int(slots[0]), int(slots[-1])))
+            self._give_run(first, last + 1)
+            return
         ordered = np.sort(slots)
         breaks = np.flatnonzero(np.diff(ordered) != 1) + 1
         starts = ordered[np.concatenate(([0], breaks))].tolist()
         ends = (ordered[np.concatenate((breaks - 1, [len(ordered) - 1]))] + 1).tolist()
         for start, end in zip(starts, ends, strict=True):
             self._give_run(start, end)
-        self.free += len(ordered)
 
     def runs(self) -> list[tuple[int, int]]:
         """All free runs as half-open ranges, ascending. For checks."""

@@ -278,7 +278,7 @@ class PrefixTree:
         self._end += len(fresh)
         if reused:
             start = len(self._free) - reused
-            fresh = np.concatenate((np.array(self._free[start:], dtype=np.int32), fresh))
+            fresh = np.concatenate((np.frombuffer(self._free[start:], dtype=np.int32), fresh))
             del self._free[start:]
         self.attached[fresh] = True
         return fresh
