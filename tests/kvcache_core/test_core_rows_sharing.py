@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from kvcache_core.events import EVENT_LIMIT, CacheCleared, EventLog
@@ -241,20 +240,6 @@ def test_two_that_match_a_host_page_both_get_its_bytes() -> None:
     assert rig.manager.probe(SCOPE, [1] * 17) == 17
     rig.manager.check()
     assert rig.manager.available_blocks() == 10
-
-
-def test_slot_arrays_that_reach_the_copier_are_int32() -> None:
-    rig = Rig("full", 6, host_slots=6)
-    seen: list[np.dtype[np.int32]] = []
-    onboard = rig.memory.onboard_slots
-    rig.cache([1] * 16)
-    rig.cache([2] * 24)
-    rig.memory.onboard_slots = lambda group, host, device: (  # type: ignore[method-assign]
-        seen.extend((host.dtype, device.dtype)),
-        onboard(group, host, device),
-    )[1]
-    assert rig.open([1] * 17).prefetch()
-    assert set(seen) == {np.dtype(np.int32)}
 
 
 def test_what_is_written_again_after_a_rewind_goes_past_the_page_a_transfer_reads() -> None:

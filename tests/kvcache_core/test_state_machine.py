@@ -36,6 +36,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(name=st.sampled_from(sorted(LAYOUTS)), host_slots=st.sampled_from((0, 3, 20)))
     def start(self, name: str, host_slots: int) -> None:
+        self.begin(name, host_slots)
+
+    def begin(self, name: str, host_slots: int) -> None:
+        """An empty manager of one layout."""
         self.rig = Rig(name, SLOTS, host_slots=host_slots)
         self.has_states = any(g.life_cycle.is_state for g in self.rig.plan.layer_groups)
         self.stories: list[Story] = []
@@ -82,6 +86,18 @@ class CacheMachine(RuleBasedStateMachine):
             len(tokens) if self.has_states else data.draw(st.integers(cache.committed, len(tokens)))
         )
         cache.commit(tokens[cache.committed : end])
+
+    @rule(tokens=st.lists(TOKEN, max_size=12), more=st.integers(0, 7), size=st.integers(1, 30))
+    def serve(self, tokens: list[int], more: int, size: int) -> None:
+        """A whole request, one of several kinds: what fills the tree and empties it again."""
+        self.serve_whole(tokens + [more] * size)
+
+    def serve_whole(self, tokens: list[int]) -> None:
+        """Open, compute if there is room, close."""
+        cache = self.rig.open(tokens)
+        if self.rig.compute(cache, tokens):
+            self.rig.verify(cache, tokens)
+        cache.close()
 
     @precondition(lambda self: self.stories)
     @rule(data=st.data(), size=st.integers(1, 30), seed=TOKEN)
@@ -145,8 +161,8 @@ class CacheMachine(RuleBasedStateMachine):
         if slot is None:
             cache.commit(tokens[cache.committed :])
             return
-        group = next(g for g in rig.plan.layer_groups if g.life_cycle.is_state)
-        rig.memory.content[group.pool_group][slot][0] = tuple(tokens)
+        states = next(g for g in rig.plan.layer_groups if g.life_cycle.is_state)
+        rig.memory.content[states.pool_group][slot][0] = tuple(tokens)
         is_recorded = cache.commit_with_snapshot(tokens[cache.committed :])
         assert not is_recorded or rig.manager.probe(SCOPE, tokens) == len(tokens)
 

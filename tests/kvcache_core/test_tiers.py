@@ -13,9 +13,9 @@ from kvcache_core.layout import LayoutPlan
 from kvcache_core.manager import UnifiedKVCacheManager
 from kvcache_core.ports import SlotArray
 from kvcache_core.sequence import SequenceCache
-from kvcache_core.spec import ElementType, KVCacheLayerSpec, ReusePolicy
+from kvcache_core.spec import ElementType, KVCacheLayerSpec, ReusePolicy, recurrent_layer
 from kvcache_core.storage import TorchStorage
-from tests.kvcache_core.storage_rig import RECURRENT, TARGET, attention, recurrent_layer
+from tests.kvcache_core.storage_rig import RECURRENT, TARGET, attention
 from tests.kvcache_core.support import SCOPE, Memory, Rig
 
 BLOCK = 8
