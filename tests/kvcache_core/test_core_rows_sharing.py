@@ -115,7 +115,8 @@ def test_a_page_that_replaces_one_on_the_host_keeps_its_priority() -> None:
     assert rig.manager.look(rig.manager.prompt(SCOPE, [1] * 8)).host_tokens == 0
     for other in (3, 4):
         run_with(rig, [other] * 24, PagePriorities(attention=60)).close()
-    assert rig.manager.look(rig.manager.prompt(SCOPE, [1] * 8)).host_tokens == 0
+    found = rig.manager.look(rig.manager.prompt(SCOPE, [1] * 8))
+    assert (found.reusable_tokens, found.host_tokens) == (8, 0)
     rig.manager.check()
 
 

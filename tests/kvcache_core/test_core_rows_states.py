@@ -280,11 +280,14 @@ def test_k34_attention_pages_keep_their_own_priority() -> None:
 
 def test_k34_a_low_priority_snapshot_does_not_push_others_off_the_host() -> None:
     rig = SpecRig([layer(0), state_layer(1)], slots=4, host_slots=2)
-    for number in (1, 2):
-        serve(rig, [number] * 3, 0)
-    serve(rig, [3], 100)
-    held = [rig.open([9, number], max_match=0) for number in range(4)]
-    assert all(sequence.grow(0) for sequence in held)  # every device state is needed
-    assert rig.manager.usage()[1].host_cached == 2
+    for tokens, limit in (([1] * 3, 0), ([2] * 3, 0), ([3] * 3, 100)):
+        serve(rig, tokens, limit)
+        if tokens == [1] * 3:
+            continue
+        held = [rig.open([9, number], max_match=0) for number in range(4)]
+        assert all(sequence.grow(0) for sequence in held)  # every device state is needed
+        assert rig.manager.usage()[1].host_cached == 2
+        for sequence in held:
+            sequence.close()
     assert [rig.manager.probe(SCOPE, [number] * 3) for number in (1, 2, 3)] == [3, 3, 0]
     rig.manager.check()
