@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -137,16 +138,23 @@ class _Search:
         self._groups = groups
         self._tree = tree
         self._root = root
-        self._packed = prompt.packed[: limit * TOKEN_BYTES]
+        self._packed = prompt.packed
+        self._limit = limit
         self._size = prompt.tokens_per_block
         self._path = tree.walk(prompt, limit // self._size)
-        self._coverages = [_Coverage(group, self._size, tree, self._path) for group in groups]
-        self._required = [
+        self._content = len(self._path) * self._size
+
+    @cached_property
+    def _coverages(self) -> list[_Coverage]:
+        return [_Coverage(group, self._size, self._tree, self._path) for group in self._groups]
+
+    @cached_property
+    def _required(self) -> list[_Coverage]:
+        return [
             coverage
             for coverage in self._coverages
             if coverage.group.life_cycle.policy is ReusePolicy.REQUIRED
         ]
-        self._content = len(self._path) * self._size
 
     def longest(self) -> Match:
         """Lengths from the longest: inside the block behind the path, then down the path."""
@@ -154,6 +162,8 @@ class _Search:
         found = self._partial(whole)
         if found is not None:
             return found
+        if not whole:
+            return self._nothing()
         endpoints = np.ones(whole, dtype=np.bool_)
         for coverage in self._required:
             endpoints &= coverage.endpoints
@@ -165,6 +175,10 @@ class _Search:
             found = self._partial(blocks - 1) if branches[blocks - 1] else None
             if found is not None:
                 return found
+        return self._nothing()
+
+    def _nothing(self) -> Match:
+        """A match of no token, which every shared group serves."""
         policies = (group.life_cycle.policy for group in self._groups)
         none = tuple(policy is not ReusePolicy.PRIVATE for policy in policies)
         return self._match(self._path[:0], 0, none)
@@ -185,7 +199,8 @@ class _Search:
         ones that for which most groups are complete.
         """
         start = blocks * self._size
-        query = self._packed[start * TOKEN_BYTES : (start + self._size) * TOKEN_BYTES]
+        end = min(start + self._size, self._limit)
+        query = self._packed[start * TOKEN_BYTES : end * TOKEN_BYTES]
         best: Match | None = None
         if not query:
             return None
