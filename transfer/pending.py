@@ -11,8 +11,8 @@ from collections import OrderedDict
 class PendingCancels:
     """Reasons of cancellations for request ids that are not known yet.
 
-    A request is repaired under its own id, and a cancellation may cross the end of what it is
-    meant for: it is remembered for ids never seen only, not for those that are over.
+    A cancellation may cross the end of what it is meant for, and an id may come again: it is
+    remembered for ids never seen only, not for those that are over.
     """
 
     def __init__(self, capacity: int = 4096) -> None:

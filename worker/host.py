@@ -2,8 +2,9 @@
 
 Threads: the engine thread owns manager, cache and model; the IO thread (asyncio) owns the
 front-end server and the transfer agent, whose transport has a driver thread of its own.
-``python -m worker.host --config-json JSON`` (``-`` reads it from standard input) runs the same
-thing without Ray and prints its address as a line of JSON.
+``python -m worker.host --config-json JSON`` runs the same thing without Ray and prints its
+address as a line of JSON. With ``-`` the first line of standard input is the configuration. Each
+later line is the incarnation of another worker whose process is dead, as whoever started it knows.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
+from typing import NoReturn
+
+from pydantic import ValidationError
 
 from transfer.agent import TransferAgent
 from transfer.agent_config import AgentConfig
@@ -44,6 +48,10 @@ SWITCH_INTERVAL_S = 0.0005
 STOP_TIMEOUT_S = 5.0
 HEALTH_S = 0.5
 STOPPED = "stopped"
+END_TIMEOUT_S = 15.0
+"""A process that is told to end is gone by then, whatever in it does not end. More than the parts
+of an orderly end may take together.
+"""
 
 
 class WorkerProcess:
@@ -232,12 +240,23 @@ class WorkerProcess:
             await self._agent.close()
 
 
+def hear_of_deaths(lines: Iterable[str], dead: Callable[[Incarnation], None]) -> None:
+    """Pass on every incarnation that a line names, until there are no more lines."""
+    for line in lines:
+        try:
+            incarnation = Incarnation.model_validate_json(line)
+        except ValidationError as error:
+            logger.warning("expected an incarnation as a line of JSON, got %r: %s", line, error)
+        else:
+            dead(incarnation)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one worker until it is told to stop or must end."""
     parser = argparse.ArgumentParser(prog="python -m worker.host", description=__doc__)
     parser.add_argument("--config-json", required=True, help="a WorkerConfig; - for stdin")
     given = parser.parse_args(arguments).config_json
-    text = sys.stdin.read() if given == "-" else given
+    text = sys.stdin.readline() if given == "-" else given
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     faulthandler.enable()
     process = WorkerProcess(
@@ -245,16 +264,36 @@ def main(arguments: list[str] | None = None) -> int:
     )
 
     def stop(_signal: int, _frame: FrameType | None) -> None:
+        end_by_force_later()
         threading.Thread(target=process.stop, daemon=True).start()
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     address = process.start()
+    if given == "-":
+        heard = (sys.stdin, process.peer_dead)
+        threading.Thread(target=hear_of_deaths, args=heard, daemon=True).start()
     print(address.model_dump_json(), flush=True)
     reason = process.wait()
+    end_by_force_later()
     process.stop()
     return 0 if reason == STOPPED else 1
 
 
+def end_by_force_later() -> None:
+    """In ``END_TIMEOUT_S`` say where every thread is and end. Needs no help of any thread then."""
+    faulthandler.dump_traceback_later(END_TIMEOUT_S, exit=True)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process without what libraries do at exit: the destructors of CUDA and UCX may wait
+    for what is not there any more, and the kernel takes everything back anyway.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -62,6 +62,12 @@ class Worker:
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.wait(10)
 
+    def say(self, line: str) -> None:
+        """One line on its standard input."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(line.encode() + b"\n")
+        self.process.stdin.flush()
+
 
 class DirectCluster:
     """Context and generation workers behind one front end. Use :func:`direct_cluster`."""
@@ -85,13 +91,18 @@ class DirectCluster:
             cluster_token=TOKEN,
             **settings,
         )
-        command = [sys.executable, "-m", "worker.host", "--config-json", config.model_dump_json()]
+        command = [sys.executable, "-m", "worker.host", "--config-json", "-"]
         with contextlib.ExitStack() as opened:
             log = None
             if self._logs is not None:
                 log = opened.enter_context(self.log_of(instance).open("ab"))
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
+            )
         self._stack.callback(end, process)
+        assert process.stdin is not None
+        process.stdin.write(config.model_dump_json().encode() + b"\n")
+        process.stdin.flush()
         address = WorkerAddress.model_validate(json.loads(read_line(process, START_TIMEOUT_S)))
         worker = Worker(process, address)
         self.workers[instance] = worker
@@ -147,10 +158,13 @@ class DirectCluster:
         self._tell(MembershipUpdate(workers=tuple(self._routes.values())))
 
     def forget(self, instance: str) -> None:
-        """The launcher noticed that this worker is gone."""
+        """Notice that this worker's process is gone, as a launcher does: tell everybody."""
         del self._routes[instance]
-        del self.workers[instance]
+        gone = self.workers.pop(instance)
+        assert gone.process.poll() is not None, f"{instance} still runs"
         self.tell_membership()
+        for worker in self.workers.values():
+            worker.say(gone.address.incarnation.model_dump_json())
 
     def _tell(self, message: FrontEndSettings | MembershipUpdate) -> None:
         assert self._front_end is not None

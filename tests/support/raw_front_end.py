@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from transfer.auth import check_proof, mint_nonce, proof
+from transfer.identity import Incarnation
 from transfer.wire import unpack_ints
 from worker.config import WorkerAddress, WorkerConfig
 from worker.messages import (
@@ -176,6 +177,12 @@ class WorkerRun:
     process: subprocess.Popen[bytes]
     address: WorkerAddress
 
+    def hear_of_death(self, incarnation: Incarnation) -> None:
+        """Tell it that the process of another worker is dead."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(incarnation.model_dump_json().encode() + b"\n")
+        self.process.stdin.flush()
+
     def stop(self) -> int:
         """Ask it to end; the exit code."""
         if self.process.poll() is None:
@@ -199,8 +206,8 @@ def _start(config: WorkerConfig, log: Path) -> tuple[subprocess.Popen[bytes], Pa
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
     assert process.stdin is not None
-    process.stdin.write(config.model_dump_json().encode())
-    process.stdin.close()
+    process.stdin.write(config.model_dump_json().encode() + b"\n")
+    process.stdin.flush()
     return process, log
 
 

@@ -237,12 +237,9 @@ async def test_a_granted_request_ends_once_per_side(nodes: tuple[Node, Node]) ->
         assert len(node.engine.of(SessionEnded, "r")) == 1
 
 
-async def test_a_cancel_that_crosses_the_end_spares_the_repair_of_the_request(
+async def test_a_cancel_that_crosses_the_end_spares_the_next_session_of_that_id(
     nodes: tuple[Node, Node],
 ) -> None:
-    """A request is repaired under its own id: what was meant for its last session must not end
-    the next.
-    """
     context, generation = nodes
     await Transfer("r", [1], [2]).run(context, generation)
     for node in nodes:

@@ -24,6 +24,7 @@ from transfer.transport import (
     TransportRequirementError,
     lane_kinds,
 )
+from transfer.ucx.endpoint import UcxEndpoint
 from transfer.ucx.transport import UcxTransport
 
 pytestmark = pytest.mark.ucx
@@ -227,6 +228,40 @@ async def test_peers_killed_in_mid_transfer_break_nothing_for_the_next() -> None
             peer.signal(signal.SIGKILL)
             await large.end()
     await transport.close()
+
+
+async def test_sender_killed_within_a_message_that_nobody_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ucxx would wait for the rest of it when it destroys the worker."""
+    monkeypatch.setenv("UCX_RNDV_THRESH", "inf")
+    async with connected() as (peer, transport, endpoint):
+        assert isinstance(endpoint, UcxEndpoint)
+        lost = asyncio.Event()
+        endpoint.on_lost(lambda reason: lost.set())
+        peer.order(f"send 9 {256 * MIB} 1")
+        await leftover_begun(transport, endpoint)
+        peer.signal(signal.SIGKILL)
+        await asyncio.wait_for(lost.wait(), WAIT_S)
+        await asyncio.wait_for(transport.close_endpoint(endpoint), WAIT_S)
+        async with peer_process() as (_, address):
+            assert (await transport.connect(address, OPENING, timeout_s=WAIT_S)).alive
+
+
+async def leftover_begun(transport: UcxTransport, endpoint: UcxEndpoint) -> None:
+    """The first bytes of a message that nobody waits for are here."""
+    driver = transport._driver
+    end = time.monotonic() + WAIT_S
+    found = False
+    while not found:
+        assert time.monotonic() < end
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        def look(answer: asyncio.Future[bool] = answer) -> None:
+            driver.answer(answer, driver.has_leftover(endpoint.unit))
+
+        driver.submit(look)
+        found = await answer
 
 
 async def test_receiver_killed_while_we_send() -> None:

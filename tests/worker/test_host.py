@@ -318,14 +318,14 @@ async def test_a_killed_context_worker_fails_its_legs_and_a_repair_completes_the
 ) -> None:
     (victim,) = start_workers([config("context", pair.path, pair.device)], tmp_path)
     try:
-        await _kill_and_repair(victim, pair.generation, pair.model, pair.device)
+        await _kill_and_repair(victim, pair.generation, pair.model)
     finally:
         victim.process.kill()
         victim.process.wait()
 
 
 async def _kill_and_repair(
-    context_run: WorkerRun, generation_run: WorkerRun, model: ReferenceModel, device: str
+    context_run: WorkerRun, generation_run: WorkerRun, model: ReferenceModel
 ) -> None:
     context = await RawFrontEnd.connect(context_run.address, TOKEN)
     generation = await RawFrontEnd.connect(generation_run.address, TOKEN)
@@ -350,13 +350,22 @@ async def _kill_and_repair(
         output = emitted + [mine[index] for index in range(len(emitted), 12)]
         report = check_equal(model, prompts[name], output, GREEDY)
         assert report.ok, report
-    if device == "cpu":
-        await generation.idle()
-    else:
-        # Nobody says that the process is dead, and it could reach these pages by itself.
-        gauges = generation.gauges
-        assert gauges is not None
-        assert gauges.ready
-        print(f"{gauges.quarantined_blocks} of {gauges.total_blocks} blocks in quarantine")
+    context_run.process.wait(10)
+    generation_run.hear_of_death(context_run.address.incarnation)
+    # Over CUDA IPC the dead process could have reached pages by itself: now they come home too.
+    await generation.idle()
+    await _is_refused_as_dead(generation, context)
     await generation.close()
     await context.close()
+
+
+async def _is_refused_as_dead(generation: RawFrontEnd, dead: RawFrontEnd) -> None:
+    """What was said of the other process is known, soon after it was said."""
+    for attempt in range(100):
+        name = f"late-{attempt}"
+        generation.send(generate(name, prompt_of(20), GREEDY, dead))
+        ended = await generation.end_of(name)
+        assert ended.outcome == "failed"
+        if "is dead" in ended.message:
+            return
+    raise AssertionError("it never heard that the other process is dead")

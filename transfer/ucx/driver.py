@@ -150,6 +150,10 @@ class Driver:
         """Destroy the worker as soon as none of its requests is under way. Idempotent."""
         unit.retired = True
 
+    def has_leftover(self, unit: Unit) -> bool:
+        """Whether a message has come, or begun to, that no receive was posted for."""
+        return bool(unit.worker.tag_probe(self.library.tag(0), self.library.any_tag).matched)
+
     def watch(
         self,
         unit: Unit,
@@ -228,10 +232,23 @@ class Driver:
 
     def _reap(self) -> None:
         for unit in [unit for unit in self._units if unit.retired and not unit.live]:
+            self._take_leftovers(unit)
+            if unit.live:
+                continue
             self._units.remove(unit)
             self._poller.unregister(unit.worker.epoll_file_descriptor)
             unit.listener = None
             unit.worker = None
+
+    def _take_leftovers(self, unit: Unit) -> None:
+        """Receive what nobody waits for, in place of ucxx: while it destroys a worker it waits
+        for all of it, and for the rest of a message whose sender was killed it waits for ever.
+        Here such a receive is a request like any other: it keeps its worker until the driver stops.
+        """
+        while self.has_leftover(unit):
+            array = self.library.array(bytearray(1))
+            request = unit.worker.tag_recv(array, self.library.tag(0), self.library.any_tag)
+            self.watch(unit, request, array, _ignore)
 
     def _collect(self) -> None:
         pending: list[_Live] = []
@@ -292,6 +309,10 @@ class Driver:
 
 def _nothing() -> None:
     """Nothing to tear down."""
+
+
+def _ignore(status: int, text: str) -> None:
+    """Nobody waits for this request."""
 
 
 def _schedule(loop: asyncio.AbstractEventLoop, batch: list[Callable[[], None]]) -> None:

@@ -69,6 +69,8 @@ class Library:
     """Class ``ucxx._lib.arr.Array``: a view of an object's memory."""
     tag: Any
     """Class ``ucxx.types.Tag``."""
+    any_tag: Any
+    """The mask that every tag fits."""
     error: type[Exception]
     version: tuple[int, int, int]
     path: str
@@ -97,7 +99,7 @@ def load() -> Library:
         from ucxx._cuda_context import ensure_cuda_context
         from ucxx._lib import libucxx as api
         from ucxx._lib.arr import Array
-        from ucxx.types import Tag
+        from ucxx.types import Tag, TagMask
     except ImportError as error:
         raise TransportError(
             f"UCX cannot be loaded: {error}; install ucxx-cu13 (or ucxx-cu12 on a CUDA 12 host)"
@@ -108,6 +110,7 @@ def load() -> Library:
         api=api,
         array=Array,
         tag=Tag,
+        any_tag=TagMask(0),
         error=ucxx.exceptions.UCXError,
         version=(version[0], version[1], version[2]),
         path=path,
