@@ -12,7 +12,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_core.slots import Slots
+from kvcache_core.slots import Slots, index_of
 
 FRONT = 64
 """Members of a batch that are looked at together."""
@@ -52,8 +52,9 @@ class EvictionQueue:
         if not len(pages):
             return
         self._next_stamp += 1
-        self._cached[pages] = True
-        self._stamps[pages] = self._next_stamp
+        rows = index_of(pages)
+        self._cached[rows] = True
+        self._stamps[rows] = self._next_stamp
         self.count += len(pages)
         self._entries += len(pages)
         lowest, highest = int(priorities.min()), int(priorities.max())
@@ -68,7 +69,7 @@ class EvictionQueue:
 
     def remove(self, pages: Slots) -> None:
         """These cached pages are cached no more."""
-        self._cached[pages] = False
+        self._cached[index_of(pages)] = False
         self.count -= len(pages)
 
     def first(self, count: int) -> Slots:

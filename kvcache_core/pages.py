@@ -186,9 +186,14 @@ class PagePool:
 
     def forget(self, pages: Slots) -> None:
         """The tree no longer knows ``pages``."""
+        rows = index_of(pages)
+        are_idle = bool(self.cached[rows].all())
         self._uncache(pages)
-        self.node[pages] = NO_NODE
-        self.settle(pages)
+        self.node[rows] = NO_NODE
+        if are_idle:
+            self._free(pages)
+        else:
+            self.settle(pages)
 
     def raise_priority(self, pages: Slots, priority: int | npt.NDArray[np.uint8]) -> None:
         """``pages``, which are in use, deserve at least this priority."""
@@ -258,15 +263,21 @@ class PagePool:
             queue.push(members, self.priority[members])
 
     def _uncache(self, pages: Slots) -> None:
-        cached = pages[self.cached[pages]]
+        cached = pages[self.cached[index_of(pages)]]
         if not len(cached):
             return
         on_host = cached >= self.device.num_slots
+        if not on_host.any():
+            self.device_queue.remove(cached)
+            return
         self.device_queue.remove(cached[~on_host])
         self.host_queue.remove(cached[on_host])
 
     def _free(self, pages: Slots) -> None:
-        self.group[pages] = FREE
+        self.group[index_of(pages)] = FREE
         on_host = pages >= self.device.num_slots
+        if not on_host.any():
+            self.device.give(pages)
+            return
         self.device.give(pages[~on_host])
         self.host.give(pages[on_host])

@@ -23,7 +23,7 @@ from kvcache_core.pages import NO_NODE, NO_PAGE, PagePool
 from kvcache_core.ports import PageCopier
 from kvcache_core.slots import Slots, index_of
 from kvcache_core.spec import ReusePolicy
-from kvcache_core.tree import PrefixTree
+from kvcache_core.tree import Flags, PrefixTree
 
 
 class PageUser(Protocol):
@@ -154,14 +154,15 @@ class CacheStore:
         states = [group.id for group in self.groups if group.life_cycle.is_state]
         for sibling in self.tree.covered_by(node):
             if not (self.tree.pages[states, sibling] != NO_PAGE).any():
-                self._report_removed(self._drop(np.array([sibling], dtype=np.int32)))
+                alone = np.array([sibling], dtype=np.int32)
+                self._report_removed(self._drop(alone, self.tree.has_parent_in(alone)))
 
     def clear(self) -> None:
         """Empty the tree. Sequences keep their pages and stop publishing."""
         tree = self.tree
         members = np.array(tree.roots() + tree.nodes(), dtype=np.int32)
         self._forget_pages(members)
-        tree.detach(members)
+        tree.detach(members, tree.has_parent_in(members))
         self.events.cleared()
 
     def reserve(self) -> tuple[int, ...]:
@@ -248,29 +249,35 @@ class CacheStore:
         if self._may_repeat:
             nodes = np.array(list(dict.fromkeys(nodes.tolist())), dtype=np.int32)
         # Every child inside has its parent inside: as many as there are children in all?
-        if tree.children.counts[nodes].sum() == np.count_nonzero(tree.has_parent_in(nodes)):
-            return self._drop(nodes)
+        inside = tree.has_parent_in(nodes)
+        if tree.children.counts[index_of(nodes)].sum() == np.count_nonzero(inside):
+            return self._drop(nodes, inside)
         removed: list[bytes] = []
         for node in nodes.tolist():
             if tree.attached[node]:
-                removed += self._drop(np.array(tree.subtree(node), dtype=np.int32))
+                below = np.array(tree.subtree(node), dtype=np.int32)
+                removed += self._drop(below, tree.has_parent_in(below))
         return removed
 
-    def _drop(self, nodes: Slots) -> list[bytes]:
-        """Remove nodes, all their descendants among them; returns the keys of the full ones."""
-        parents = self.tree.parent[nodes]
-        outside = set(parents[~self.tree.has_parent_in(nodes)].tolist())
+    def _drop(self, nodes: Slots, inside: Flags) -> list[bytes]:
+        """Remove nodes, all their descendants among them; ``inside`` tells whose parent is one of
+        them. Returns the keys of the full ones.
+        """
+        outside = set(self.tree.parent[nodes[~inside]].tolist())
         self._forget_pages(nodes)
-        removed = self.tree.detach(nodes)
+        removed = self.tree.detach(nodes, inside)
         for parent in sorted(outside - {NO_NODE}):
             removed += self.tree.prune(parent)
         return removed
 
     def _forget_pages(self, nodes: Slots) -> None:
+        rows = index_of(nodes)
         for group, pool in enumerate(self.pool_of):
-            pages = self.tree.pages[group, nodes]
-            self.tree.pages[group, nodes] = NO_PAGE
-            pool.forget(pages[pages != NO_PAGE])
+            pages = self.tree.pages[group, rows]
+            known = pages[pages != NO_PAGE]
+            self.tree.pages[group, rows] = NO_PAGE
+            if len(known):
+                pool.forget(known)
 
     def _cached(self) -> int:
         return sum(pool.device_queue.count + pool.host_queue.count for pool in self.pools)

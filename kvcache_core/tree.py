@@ -20,9 +20,10 @@ from kvcache_core.children import SEVERAL, ChildIndex, common_tokens, nearest
 from kvcache_core.errors import invariant
 from kvcache_core.hashing import KEY_BYTES, TOKEN_BYTES, Prompt, child_key, root_key
 from kvcache_core.pages import NO_NODE, NO_PAGE
-from kvcache_core.slots import Slots, index_of
+from kvcache_core.slots import Index, Slots, index_of
 
 FIRST_CAPACITY = 1024
+Flags = npt.NDArray[np.bool_]
 WALK_BLOCKS = 64
 """Keys looked up together."""
 
@@ -203,36 +204,43 @@ class PrefixTree:
                     yield self.key(above), keys
                     waiting.append(node)
 
-    def detach(self, nodes: Slots) -> list[bytes]:
+    def detach(self, nodes: Slots, inside: Flags) -> list[bytes]:
         """Take blocks out with all their descendants, which ``nodes`` contains; their pages must
-        have been forgotten. Returns the keys of the full ones.
+        have been forgotten. ``inside`` tells whose parent is one of them. Returns the keys of the
+        full ones.
         """
-        invariant(self.attached[nodes].all(), "a block can be detached only once")
-        self.attached[nodes] = False
-        parents = self.parent[nodes]
-        outside = ~self.has_parent_in(nodes)
-        for node, parent in zip(nodes[outside].tolist(), parents[outside].tolist(), strict=True):
+        rows = index_of(nodes)
+        invariant(self.attached[rows].all(), "a block can be detached only once")
+        self.attached[rows] = False
+        above = nodes[~inside]
+        for node, parent in zip(above.tolist(), self.parent[above].tolist(), strict=True):
             if parent == NO_NODE:
                 del self._roots[self._scopes.pop(node)]
             else:
                 self.children.unlink(parent, node, self.tokens(node))
         self.children.unlink_chain(nodes)
-        self._free_numbers(nodes[self.tips[nodes] == 0])
-        lengths = self.length[nodes]
-        full = self._key_list(nodes[lengths == self._tokens_per_block])
-        partial = self._key_list(nodes[(lengths > 0) & (lengths < self._tokens_per_block)])
+        self._free_numbers(nodes[self.tips[rows] == 0])
+        lengths = self.length[rows]
+        is_full = lengths == self._tokens_per_block
+        if is_full.all():
+            full = self._key_list(rows)
+            deque(map(self._by_key.pop, full), maxlen=0)
+            return full
+        full = self._key_list(nodes[is_full])
+        partial = self._key_list(nodes[(lengths > 0) & ~is_full])
         deque(map(self._by_key.pop, full + partial), maxlen=0)
         return full
 
-    def has_parent_in(self, nodes: Slots) -> npt.NDArray[np.bool_]:
+    def has_parent_in(self, nodes: Slots) -> Flags:
         """For each of ``nodes``, which are distinct, whether its parent is one of them."""
-        parents = self.parent[nodes]
-        self._marks[nodes] = True
-        inside: npt.NDArray[np.bool_] = self._marks[parents] & (parents != NO_NODE)
-        self._marks[nodes] = False
+        rows = index_of(nodes)
+        parents = self.parent[rows]
+        self._marks[rows] = True
+        inside: Flags = self._marks[parents] & (parents != NO_NODE)
+        self._marks[rows] = False
         return inside
 
-    def _key_list(self, nodes: Slots) -> list[bytes]:
+    def _key_list(self, nodes: Index) -> list[bytes]:
         packed = self._keys[nodes].tobytes()
         return [packed[start : start + KEY_BYTES] for start in range(0, len(packed), KEY_BYTES)]
 
@@ -243,7 +251,7 @@ class PrefixTree:
         removed: list[bytes] = []
         while node != NO_NODE and self.attached[node] and not self.is_needed(node):
             parent = int(self.parent[node])
-            removed += self.detach(np.array([node], dtype=np.int32))
+            removed += self.detach(np.array([node], dtype=np.int32), np.zeros(1, dtype=np.bool_))
             node = parent
         return removed
 
@@ -284,7 +292,6 @@ class PrefixTree:
         return fresh
 
     def _free_numbers(self, nodes: Slots) -> None:
-        self.pages[:, nodes] = NO_PAGE
         self._free.frombytes(np.ascontiguousarray(nodes[::-1], dtype=np.int32).tobytes())
 
     def _grow(self, capacity: int) -> None:
