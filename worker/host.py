@@ -48,6 +48,11 @@ SWITCH_INTERVAL_S = 0.0005
 STOP_TIMEOUT_S = 5.0
 HEALTH_S = 0.5
 STOPPED = "stopped"
+LOOK_S = 1.0
+"""A wait that may last is never without an end. NVRTC, which cuDNN's attention uses, leaves signal
+handlers behind that have the kernel resume such a wait: Python's own part of a handler, which runs
+in the main thread between two instructions, would not come.
+"""
 END_TIMEOUT_S = 15.0
 """A process that is told to end is gone by then, whatever in it does not end. More than the parts
 of an orderly end may take together.
@@ -116,7 +121,8 @@ class WorkerProcess:
         ``stopped`` after :meth:`stop`; otherwise what made the worker unusable: an engine error,
         too many pages in quarantine, a dead transport.
         """
-        self._ended.wait()
+        while not self._ended.wait(LOOK_S):
+            pass
         return self._reason
 
     def stop(self) -> None:
