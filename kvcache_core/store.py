@@ -239,7 +239,7 @@ class CacheStore:
             left = pool.node[minor]
             tree.pages[pool.group[minor], left] = NO_PAGE
             pool.forget(minor)
-            for node in left.tolist():
+            for node in left[tree.are_bare(left)].tolist():
                 removed += tree.prune(node)
         return removed
 

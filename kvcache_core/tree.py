@@ -93,6 +93,13 @@ class PrefixTree:
             self.children.counts[node] or self.tips[node] or (self.pages[:, node] != NO_PAGE).any()
         )
 
+    def are_bare(self, nodes: Slots) -> Flags:
+        """For each of ``nodes`` whether nobody needs it: :meth:`is_needed` for many."""
+        rows = index_of(nodes)
+        used = self.children.counts[rows] + self.tips[rows]
+        bare: Flags = (used == 0) & (self.pages[:, rows] == NO_PAGE).all(0)
+        return bare
+
     def walk(self, prompt: Prompt, blocks: int) -> Slots:
         """The blocks in the tree that begin ``prompt``, at most ``blocks`` of them."""
         get = self._by_key.get
