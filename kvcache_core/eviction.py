@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvcache_core.slots import Slots, index_of
 
+NO_PAGES = np.empty(0, dtype=np.int32)
 FRONT = 64
 """Members of a batch that are looked at together."""
 SLACK = 4096
@@ -73,25 +74,42 @@ class EvictionQueue:
         self.count -= len(pages)
 
     def first(self, count: int) -> Slots:
-        """At least one and at most ``count`` pages to lose next, in order; they stay cached.
-
-        There must be a cached page.
+        """At least one and at most ``count`` pages to lose next, of one priority and in order; they
+        stay cached. There must be a cached page.
         """
-        while True:
-            priority = min(self._levels)
+        found: list[Slots] = []
+        missing = count
+        for priority in sorted(self._levels):
             level = self._levels[priority]
-            batch = level[0]
-            front = batch.pages[batch.start : batch.start + max(count, FRONT)]
-            places = np.flatnonzero(self._valid(batch.stamp, front))
-            gone = int(places[0]) if len(places) else len(front)
-            batch.start += gone
-            self._entries -= gone
-            if len(places):
-                return front[places[:count]]
-            if batch.start == len(batch.pages):
+            for batch in level:
+                members = self._front(batch, missing)
+                found.append(members)
+                missing -= len(members)
+                if not missing:
+                    break
+            while level and level[0].start == len(level[0].pages):
                 level.popleft()
-                if not level:
-                    del self._levels[priority]
+            if not level:
+                del self._levels[priority]
+            if missing < count:
+                break
+        return found[0] if len(found) == 1 else np.concatenate([NO_PAGES, *found])
+
+    def _front(self, batch: _Batch, count: int) -> Slots:
+        """The first members of a batch that are still cached, at most ``count``."""
+        found: list[Slots] = []
+        place = batch.start
+        while count and place < len(batch.pages):
+            span = batch.pages[place : place + max(count, FRONT)]
+            place += len(span)
+            members = span[self._valid(batch.stamp, span)][:count]
+            if not found and not len(members):
+                self._entries -= place - batch.start
+                batch.start = place
+                continue
+            found.append(members)
+            count -= len(members)
+        return found[0] if len(found) == 1 else np.concatenate([NO_PAGES, *found])
 
     def ordered(self) -> list[int]:
         """All cached pages, the next to lose first. For checks."""
