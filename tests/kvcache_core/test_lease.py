@@ -8,6 +8,7 @@ from kvcache_core.errors import InvariantViolation
 from kvcache_core.events import EVENT_LIMIT, BlocksRemoved, BlocksStored, CacheCleared, EventLog
 from kvcache_core.hashing import prefix_keys, root_key
 from kvcache_core.lease import LeaseState
+from kvcache_core.spec import KVCacheLayerOwner
 from tests.kvcache_core.support import BLOCK, SCOPE, Rig
 
 PROMPT = list(range(100, 122))
@@ -139,3 +140,23 @@ def test_counters_are_exact() -> None:
     usage = rig.manager.usage()[0]
     assert (usage.total, usage.free, usage.cached) == (16, 10, 6)
     assert (usage.available, usage.unavailable) == (16, 0)
+
+
+def test_b57_draft_pages_in_pools_of_their_own_travel_with_the_target() -> None:
+    """Draft layers that share no pool with the target are leased and published like its pages."""
+    rig = Rig("optional draft", 16)
+    sequence = rig.run(PROMPT)
+    plan = rig.plan
+    assert len({group.pool_group for group in plan.layer_groups}) == 2
+    lease = sequence.lease(0, sequence.blocks)
+    drafts = [view for view in plan.views if view.owner is KVCacheLayerOwner.DRAFT]
+    assert {view.pool_group for view in drafts} == {0, 1}
+    for view in drafts:
+        table = sequence.block_table(view.layer_group)
+        assert lease.slots(view.id).tolist() == table.tolist()
+        assert (table >= 0).any()
+    lease.release()
+    sequence.close()
+    again = rig.open([*PROMPT, 1])
+    assert set(again.reused_groups) == set(rig.groups)
+    again.close()

@@ -225,3 +225,15 @@ def test_b56_rows_are_expanded_in_one_pass() -> None:
         exporter.export(tables)
         spent.append(time.thread_time_ns() - start)
     assert sorted(spent)[5] < 4_000_000
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_k39_a_row_is_rewritten_in_full(space: IndexSpace) -> None:
+    """Whoever reads a row needs no look at what was there before: it is the table and zeros."""
+    exporter = TableExporter.allocate(space, 2, 6)
+    exporter.export([table(9, 9, 9, 9, 9, 9), table(8, 8, 8, 8, 8, 8)])
+    tables = [table(1), table(2, 3, 4)]
+    exporter.export(tables)
+    assert exporter.out.tolist() == naive(space, tables, 2, 6)
+    exporter.update({0: table(5, 6), 1: table()})
+    assert exporter.out.tolist() == naive(space, [table(5, 6), table()], 2, 6)
