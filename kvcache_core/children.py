@@ -37,6 +37,12 @@ class Branch:
         self.tokens.insert(place, tokens)
         self.nodes.insert(place, node)
 
+    def beginnings(self, tokens: bytes) -> list[int]:
+        """Children close by that ``tokens`` begins with and goes on after."""
+        place = bisect_left(self.tokens, tokens)
+        near = range(place - 1, max(-1, place - 1 - NEIGHBOURS), -1)
+        return [self.nodes[index] for index in near if tokens.startswith(self.tokens[index])]
+
     def remove(self, tokens: bytes, node: int) -> None:
         """Take a child out."""
         place = bisect_left(self.tokens, tokens)

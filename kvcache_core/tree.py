@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_core.children import SEVERAL, ChildIndex, common_tokens, nearest
+from kvcache_core.children import ChildIndex, common_tokens, nearest
 from kvcache_core.errors import invariant
-from kvcache_core.hashing import KEY_BYTES, TOKEN_BYTES, Prompt, child_key, root_key
+from kvcache_core.hashing import TOKEN_BYTES, Prompt, child_key, root_key
 from kvcache_core.pages import NO_NODE, NO_PAGE
 from kvcache_core.slots import Index, Slots, index_of
 
@@ -46,7 +46,10 @@ class PrefixTree:
         self.attached = np.zeros(capacity, dtype=np.bool_)
         self._marks = np.zeros(capacity, dtype=np.bool_)
         self.children = ChildIndex(capacity)
-        self._keys = np.zeros((capacity, KEY_BYTES), dtype=np.uint8)
+        self._keys = np.empty(capacity, dtype=np.object_)
+        """The very objects that are keys of the dictionary. Python's collector does not look into
+        arrays.
+        """
         self._tokens = np.zeros((capacity, self._size), dtype=np.uint8)
         self._by_key: dict[bytes, int] = {}
         self._roots: dict[bytes, int] = {}
@@ -62,7 +65,7 @@ class PrefixTree:
         root = self._roots.get(scope)
         if root is None:
             root = int(self._number(1)[0])
-            self._keys[root] = np.frombuffer(root_key(scope), dtype=np.uint8)
+            self._keys[root] = root_key(scope)
             self.parent[root] = NO_NODE
             self.length[root] = 0
             self._roots[scope] = root
@@ -75,7 +78,7 @@ class PrefixTree:
 
     def key(self, node: int) -> bytes:
         """The key of a block or root."""
-        key: bytes = self._keys[node].tobytes()
+        key: bytes = self._keys[node]
         return key
 
     def tokens(self, node: int) -> bytes:
@@ -121,7 +124,7 @@ class PrefixTree:
         self.parent[node] = parent
         self.length[node] = len(tokens) // TOKEN_BYTES
         self._tokens[node, : len(tokens)] = np.frombuffer(tokens, dtype=np.uint8)
-        self._keys[node] = np.frombuffer(key, dtype=np.uint8)
+        self._keys[node] = key
         self._by_key[key] = node
         self._link(parent, node, tokens)
         return node
@@ -133,8 +136,7 @@ class PrefixTree:
         self.parent[rows] = np.concatenate(([parent], nodes[:-1]))
         self.length[rows] = self._tokens_per_block
         self._tokens[rows] = np.frombuffer(packed, dtype=np.uint8).reshape(len(keys), self._size)
-        joined = np.frombuffer(b"".join(keys), dtype=np.uint8)
-        self._keys[rows] = joined.reshape(len(keys), KEY_BYTES)
+        self._keys[rows] = keys
         self._by_key.update(zip(keys, nodes.tolist(), strict=True))
         self.children.link_chain(nodes)
         self._link(parent, int(nodes[0]), packed[: self._size])
@@ -173,17 +175,14 @@ class PrefixTree:
         """Partial siblings close to ``node`` that ``node`` begins with: it makes them useless,
         unless they have pages that it lacks.
         """
-        parent = int(self.parent[node])
-        if self.children.only[parent] != SEVERAL:
+        branch = self.children.branch(int(self.parent[node]))
+        if branch is None:
             return []
-        near = self.partial_matches(parent, self.tokens(node))
         lacking = self.pages[:, node] == NO_PAGE
         return [
             other
-            for other, common in near
-            if other != node
-            and common == self.length[other]
-            and not (self.pages[lacking, other] != NO_PAGE).any()
+            for other in branch.beginnings(self.tokens(node))
+            if not (self.pages[lacking, other] != NO_PAGE).any()
         ]
 
     def subtree(self, node: int) -> list[int]:
@@ -248,8 +247,9 @@ class PrefixTree:
         return inside
 
     def _key_list(self, nodes: Index) -> list[bytes]:
-        packed = self._keys[nodes].tobytes()
-        return [packed[start : start + KEY_BYTES] for start in range(0, len(packed), KEY_BYTES)]
+        keys: list[bytes] = self._keys[nodes].tolist()
+        self._keys[nodes] = None
+        return keys
 
     def prune(self, node: int) -> list[bytes]:
         """Detach ``node`` and its ancestors as far as nobody needs them; returns the full ones'
@@ -315,6 +315,8 @@ class PrefixTree:
         self.tips = grown(self.tips, 0)  # type: ignore[assignment]
         self.attached = grown(self.attached, 0)  # type: ignore[assignment]
         self._marks = grown(self._marks, 0)  # type: ignore[assignment]
-        self._keys = grown(self._keys, 0)  # type: ignore[assignment]
+        keys = np.empty(capacity, dtype=np.object_)
+        keys[: len(self._keys)] = self._keys
+        self._keys = keys
         self._tokens = grown(self._tokens, 0)  # type: ignore[assignment]
         self.children.grow(capacity)
