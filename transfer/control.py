@@ -26,6 +26,7 @@ from transfer.messages import (
     SessionMessage,
     Welcome,
 )
+from transfer.silence import Silence
 from transfer.wire import HEADER, MAX_FRAME_BYTES, FrameError, body_length
 
 UNPROVED_FRAME_BYTES: Final = 512
@@ -172,9 +173,8 @@ class ControlLink:
         self._received = received
         self._ended: Callable[[str], None] | None = ended
         self._loop = asyncio.get_running_loop()
-        self._heard_s = self._loop.time()
-        self._said_s = self._heard_s
-        self._ticked_s = self._heard_s
+        self._said_s = self._loop.time()
+        self._silence = Silence(timing.heartbeat_ms / 1000, self._said_s)
         self._reader = self._loop.create_task(self._read())
         self._ticker = self._loop.call_later(timing.heartbeat_ms / 1000, self._tick)
 
@@ -212,7 +212,7 @@ class ControlLink:
         try:
             while True:
                 message = await self._connection.read()
-                self._heard_s = self._loop.time()
+                self._silence.heard(self._loop.time())
                 if isinstance(message, PeerRefused):
                     self.end(f"the peer refused this pair: {'; '.join(message.reasons)}")
                     return
@@ -229,11 +229,7 @@ class ControlLink:
     def _tick(self) -> None:
         now = self._loop.time()
         beat_s = self._timing.heartbeat_ms / 1000
-        if now - self._ticked_s > 2 * beat_s:
-            # This process itself stood still: let it read what has come meanwhile.
-            self._heard_s = max(self._heard_s, now - beat_s)
-        self._ticked_s = now
-        if now - self._heard_s > self._timing.silence_ms / 1000:
+        if self._silence.tick(now) > self._timing.silence_ms / 1000:
             self.end(f"no word from the peer for {self._timing.silence_ms} ms")
             return
         if now - self._said_s >= beat_s / 2:

@@ -17,6 +17,7 @@ from typing import Final, Protocol
 
 from transfer.auth import AuthenticationError, check_proof, mint_nonce, proof
 from transfer.identity import Incarnation
+from transfer.silence import Silence
 from transfer.wire import FrameError
 from worker.config import WorkerAddress
 from worker.messages import (
@@ -58,7 +59,7 @@ class LinkState(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class LinkTimings:
-    """Seconds."""
+    """Seconds. Silence counts only while this front end itself runs."""
 
     heartbeat_s: float = 1.0
     suspect_s: float = 5.0
@@ -117,7 +118,7 @@ class WorkerLink:
         self._outbox: list[bytes] = []
         self._wake = asyncio.Event()
         self._up = False
-        self._last_heard = 0.0
+        self._silence = Silence(timings.heartbeat_s, time.monotonic())
         self._engine_age_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
@@ -198,7 +199,7 @@ class WorkerLink:
             async with asyncio.timeout(self._timings.connect_s):
                 self.welcome = await self._handshake(reader, writer)
             self._outbox.clear()
-            self._last_heard = time.monotonic()
+            self._silence = Silence(self._timings.heartbeat_s, time.monotonic())
             self._engine_age_s = 0.0
             self._up = True
             self._set_state(LinkState.LIVE, "")
@@ -252,7 +253,7 @@ class WorkerLink:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while True:
             message = await WORKER_CODEC.read(reader)
-            self._last_heard = time.monotonic()
+            self._silence.heard(time.monotonic())
             if not self._up:
                 return
             match message:
@@ -280,7 +281,7 @@ class WorkerLink:
             self._outbox.append(FRONT_END_CODEC.encode(Ping(sent_ms=int(time.monotonic() * 1000))))
             self._wake.set()
             await asyncio.sleep(timings.heartbeat_s)
-            silence_s = time.monotonic() - self._last_heard
+            silence_s = self._silence.tick(time.monotonic())
             if silence_s > timings.lost_s:
                 raise _Lost(f"silent for {silence_s:.1f} s")
             if silence_s > timings.suspect_s:

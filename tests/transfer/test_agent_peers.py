@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import numpy as np
 import pytest
 
 from tests.transfer.agent_rig import (
+    HANDOFF,
     TOKEN,
     WAIT_S,
     Node,
@@ -27,6 +29,7 @@ from transfer.agent_events import (
     LeaseInDoubt,
     SessionEnded,
 )
+from transfer.agent_pair import LATE_S
 from transfer.auth import mint_nonce, proof
 from transfer.control import UNPROVED_FRAME_BYTES
 from transfer.inprocess import InProcessTransport, Network
@@ -375,6 +378,22 @@ async def test_frozen_data_is_ended_by_the_deadline_and_the_pair_reconnects(
     assert transfer.target.releases == 1
     context.transport.frozen = False
     await Transfer("next", [60, 61], [62, 63]).run(context, generation)
+
+
+async def test_deadlines_that_pass_while_this_process_stands_still_let_it_read_first(
+    world: World,
+) -> None:
+    """What the peers said meanwhile waits unread; it comes a little after the late timers."""
+    context, generation, transfer = await in_mid_transfer_frozen(world)
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    time.sleep(2 * LATE_S)  # noqa: ASYNC251  holds up the event loop on purpose
+    await asyncio.sleep(0.01)
+    assert isinstance(context.transport, InProcessTransport)
+    context.transport.frozen = False
+    context.agent.hand_off("r", HANDOFF)
+    await generation.engine.expect(HandoffReceived, "r")
+    await transfer.ended(context, generation, Outcome.SUCCEEDED)
 
 
 async def in_mid_transfer_frozen(world: World) -> tuple[Node, Node, Transfer]:
