@@ -112,6 +112,8 @@ def of_failure(failure: Failed) -> ApiError:
         failure.message,
         error_type=INVALID_REQUEST if failure.http_status < 500 else SERVER_ERROR,
         code=failure.code or None,
+        # OpenAI's clients ask again after any 5xx unless they are told that it is of no use.
+        headers={"x-should-retry": "false"} if failure.code == "bad_logits" else None,
     )
 
 

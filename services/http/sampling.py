@@ -52,7 +52,7 @@ def sampling_params(
     return SamplingParams(
         temperature=_given(request.temperature, 1.0),
         top_p=1.0 if is_best_only else _given(request.top_p, 1.0),
-        top_k=1 if is_best_only else max(0, request.top_k or 0),
+        top_k=1 if is_best_only else _top_k(request.top_k, bounds.limits.vocab_size),
         min_p=request.min_p or 0.0,
         seed=seed % (1 << _SEED_BITS),
         presence_penalty=request.presence_penalty or 0.0,
@@ -164,6 +164,11 @@ def conversation_label(headers: Headers, request: SamplingFields) -> str | None:
     if label is None or len(label) <= _MAX_LABEL:
         return label
     return hashlib.sha256(label.encode(errors="surrogatepass")).hexdigest()
+
+
+def _top_k(asked: int | None, vocab_size: int) -> int:
+    """0, which keeps every token, also for one that would: no number is too large for the wire."""
+    return asked if asked is not None and 0 < asked < vocab_size else 0
 
 
 def _logit_bias(request: SamplingFields, bounds: Bounds) -> tuple[tuple[int, float], ...]:

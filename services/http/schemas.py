@@ -93,7 +93,8 @@ class SamplingFields(_Body):
     conversation_id: Label | None = None
     top_k: int | None = Field(default=None, ge=-1)
     min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
+    """Far beyond what anybody uses, and far from what takes float32 logits to infinity."""
     min_tokens: int | None = Field(default=None, ge=0)
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None

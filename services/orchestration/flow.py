@@ -47,6 +47,9 @@ from transfer.identity import Incarnation
 from worker.messages import LegEnded
 
 MAX_REPAIRS: Final = 3
+DETERMINISTIC: Final = frozenset({"bad_logits"})
+"""Codes of failures that come again on any sound worker. One other worker is asked, in case it is
+the worker that is not sound."""
 STORY_LENGTH: Final = 32
 
 
@@ -80,6 +83,7 @@ class RequestFlow:
         self._confirmed = False
         self._stopped = False
         self._failing_workers: set[Incarnation] = set()
+        self._deterministic: LegEnded | None = None
         self._seeking_leg = ""
         self._last_generation = plan.generation
 
@@ -182,6 +186,9 @@ class RequestFlow:
     def _worker_found(self, event: WorkerFound) -> None:
         leg_id = self._seeking_leg
         self._prefill_held = self._sequence_held = leg_id
+        if self._deterministic is not None and event.worker in self._failing_workers:
+            self._fail_as(self._deterministic)  # there is no other worker to ask
+            return
         self._last_generation = event.worker
         self._legs.generation = FlowLeg(leg_id, "generation", event.worker)
         emitted = tuple(tuple(choice.tokens) for choice in self._choices)
@@ -311,13 +318,19 @@ class RequestFlow:
         if ended is not None and ended.code == "deadline":
             self._deadline(DeadlinePassed())
             return
-        if ended is not None and ended.outcome == "failed" and not ended.retryable:
-            self._fail(
-                Failed(ended.code or "internal_error", ended.message or "a worker failed", 500)
-            )
-            return
+        if ended is not None and ended.outcome == "failed":
+            is_certain = ended.code in DETERMINISTIC
+            if not ended.retryable or (is_certain and self._deterministic is not None):
+                self._fail_as(ended)
+                return
+            if is_certain:
+                self._deterministic = ended
+                self._failing_workers.add(leg.worker)
         if self.repairs >= MAX_REPAIRS:
-            message = f"{self.repairs} repairs did not help; the last failure: {_cause(leg)}"
+            reason = "" if ended is None or not ended.message else f": {ended.message}"
+            message = (
+                f"{self.repairs} repairs did not help; the last failure: {_cause(leg)}{reason}"
+            )
             self._fail(Failed("repair_failed", message, 503, retry_after_s=1))
             return
         if leg.kind == "generation" and not leg.receives_pages:
@@ -332,6 +345,9 @@ class RequestFlow:
         self._seeking_leg = f"{self._plan.request_id}.{self.repairs}"
         self._enter(FlowState.SEEKING)
         self._seek(WorkerJoined())
+
+    def _fail_as(self, ended: LegEnded) -> None:
+        self._fail(Failed(ended.code or "internal_error", ended.message or "a worker failed", 500))
 
     def _reject(self, ended: LegEnded) -> None:
         code = ended.code or "invalid_request"

@@ -45,7 +45,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampleResult
     sound = [i for i in range(len(rows)) if i not in failed]
     scores = {i: processed(logits[i], rows[i]) for i in sound if rows[i].changes_logits}
     for i in [i for i in scores if not math.isfinite(scores[i].amax())]:
-        failed[i] = "every token is banned"
+        failed[i] = _reason_of_scores(logits[i], scores[i], rows[i])
         sound.remove(i)
     changed = [i for i in sound if i in scores and rows[i].is_greedy]
     if changed:
@@ -74,6 +74,18 @@ def _row_maxima(logits: torch.Tensor) -> tuple[list[float], list[int]]:
 
 def _reason(largest: float) -> str:
     return f"expected finite logits, the largest is {largest}: the model's numbers overflowed"
+
+
+def _reason_of_scores(logits: torch.Tensor, scores: torch.Tensor, row: SampleRow) -> str:
+    """Why nothing can be drawn from ``scores``, which ``row`` made of sound ``logits``."""
+    allowed = logits.isfinite()
+    allowed[torch.tensor(row.banned, dtype=torch.int64, device=logits.device)] = False
+    if not allowed.any():
+        return "every token is banned"
+    return (
+        f"expected finite logits, the largest is {float(scores.amax())} after logit_bias and "
+        "penalties: they overflow; give smaller ones, and a repetition_penalty nearer to 1"
+    )
 
 
 def _put(tokens: list[int], indices: Sequence[int], values: Sequence[int]) -> None:

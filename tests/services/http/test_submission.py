@@ -102,6 +102,11 @@ async def test_every_sampling_parameter(greeter: FrontEnd) -> None:
     assert request.stop.stop_token_ids == (4, 5, EOS_ID)
 
 
+async def test_top_k_beyond_the_vocabulary_keeps_every_token(greeter: FrontEnd) -> None:
+    request = await submitted(greeter, top_k=10**30)
+    assert request.sampling.top_k == 0
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [

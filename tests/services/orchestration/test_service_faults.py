@@ -184,6 +184,42 @@ async def test_a_failure_that_is_not_retryable_ends_the_request() -> None:
         assert (failed.code, failed.http_status) == ("incompatible", 500)
 
 
+def bad_logits(where: str) -> LegEnded:
+    ending = bad_end("failed", "bad_logits", retryable=True)
+    return ending.model_copy(update={"message": f"the model's numbers overflowed on {where}"})
+
+
+async def test_logits_that_are_bad_on_two_workers_end_the_request() -> None:
+    workers = [FakeWorker(f"aggregated-{number}", "aggregated") for number in range(3)]
+    async with rig(workers) as cluster:
+        for worker in workers:
+            worker.script.failures.extend([bad_logits("this worker")] * 10)
+        failed = (await cluster.run(make_request())).failed()
+        assert (failed.code, failed.http_status) == ("bad_logits", 500)
+        assert failed.retry_after_s is None
+        assert failed.message == "the model's numbers overflowed on this worker"
+        assert sorted(len(worker.script.failures) for worker in workers) == [9, 9, 10]
+        assert cluster.metric("pageferry_repairs_total", cause="generation_failed") == 1
+
+
+async def test_bad_logits_of_the_only_worker_are_not_asked_for_again() -> None:
+    workers = [FakeWorker("aggregated-0", "aggregated")]
+    async with rig(workers) as cluster:
+        workers[0].script.failures.extend([bad_logits("it")] * 10)
+        failed = (await cluster.run(make_request())).failed()
+        assert (failed.code, failed.http_status) == ("bad_logits", 500)
+        assert failed.message == "the model's numbers overflowed on it"
+        assert len(cluster.received(Generate)) == 1
+
+
+async def test_logits_that_are_bad_on_one_worker_are_repaired_on_the_other() -> None:
+    workers = pair()
+    async with rig(workers) as cluster:
+        workers[0].script.failures.append(bad_logits("the first"))
+        result = await cluster.run(make_request())
+        assert result.completed().repaired
+
+
 async def test_closing_a_stream_cancels_both_legs() -> None:
     workers = pair()
     async with rig(workers) as cluster:

@@ -274,6 +274,28 @@ class TestFailures:
         for result in sample(random_logits(2, 40), rows):
             assert result == SamplingFailed("every token is banned")
 
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    @pytest.mark.parametrize(
+        "params",
+        [
+            {"repetition_penalty": 1e-300},
+            {"presence_penalty": -1e300},
+            {"logit_bias": ((0, float("inf")),)},
+        ],
+    )
+    def test_overflow_is_not_called_a_ban(self, temperature: float, params: dict[str, Any]) -> None:
+        row = make_row(output=range(40), temperature=temperature, **params)
+        (result,) = sample(random_logits(1, 40), [row])
+        assert isinstance(result, SamplingFailed)
+        assert "overflow" in result.reason
+        assert "banned" not in result.reason
+
+    def test_overflow_beside_bans_is_named(self) -> None:
+        row = make_row(output=[0, 1], banned=tuple(range(2, 40)), presence_penalty=1e300)
+        (result,) = sample(random_logits(1, 40), [row])
+        assert isinstance(result, SamplingFailed)
+        assert "overflow" in result.reason
+
     def test_all_minus_infinity(self) -> None:
         (result,) = sample(torch.full((1, 5), float("-inf")), [make_row()])
         assert isinstance(result, SamplingFailed)
