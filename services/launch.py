@@ -26,7 +26,6 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from typing_extensions import override
 
-from services import reaper
 from services.environment import ROLE
 from services.errors import StartError
 from services.instances import InstanceHost, Report, RunningInstance
@@ -70,7 +69,6 @@ class RayHost(InstanceHost):
         self._settings = settings
         self._make_config = make_config
         self._session = session
-        self._failed = False
 
     @classmethod
     def open(cls, settings: RaySettings, make_config: MakeConfig) -> RayHost:
@@ -99,7 +97,7 @@ class RayHost(InstanceHost):
         except BaseException as error:
             ray.shutdown()
             if session is not None:
-                session.close(keep_logs=False)
+                session.close()
             # Ray raises the bare Exception when its own processes are not up in time.
             if not isinstance(error, Exception):
                 raise
@@ -112,13 +110,12 @@ class RayHost(InstanceHost):
         return cls(settings, make_config, session)
 
     def close(self) -> None:
-        """Leave Ray, and end it if it is a private one. Its logs stay when an instance failed."""
-        ray.shutdown()
-        if self._session is None:
-            return
-        if self._failed:
-            logger.warning("logs of Ray and of the workers: %s", self._session.log_folder)
-        self._session.close(keep_logs=self._failed)
+        """Leave Ray, and end it if it is a private one: nothing of it stays, however it went."""
+        try:
+            ray.shutdown()
+        finally:
+            if self._session is not None:
+                self._session.close()
 
     @override
     async def start(
@@ -142,8 +139,7 @@ class RayHost(InstanceHost):
         )
         try:
             address = await self._start(actor, plan, report)
-        except BaseException as error:
-            self._failed = self._failed or isinstance(error, StartError)
+        except BaseException:
             ray.kill(actor, no_restart=True)
             raise
         return RayInstance(actor, address, is_local=self._settings.address is None)
@@ -205,21 +201,20 @@ class _Session:
     def __init__(self) -> None:
         # Sockets lie in this folder, and their paths may not be longer than 107 characters.
         self.folder = tempfile.mkdtemp(prefix="pageferry-ray-", dir="/tmp")
-        self._reaper = subprocess.Popen(
-            [sys.executable, "-P", "-m", "services.reaper", self.folder],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
+        try:
+            self._reaper = subprocess.Popen(
+                [sys.executable, "-P", "-m", "services.reaper", self.folder],
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError:
+            os.rmdir(self.folder)
+            raise
 
-    @property
-    def log_folder(self) -> str:
-        """Where Ray keeps the output of its processes."""
-        return f"{self.folder}/session_latest/logs"
-
-    def close(self, *, keep_logs: bool) -> None:
-        """Whatever still runs there ends."""
+    def close(self) -> None:
+        """Whatever still runs there ends, and the folder goes."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._reaper.communicate(reaper.KEEP if keep_logs else None, REAPER_TIMEOUT_S)
+            self._reaper.communicate(timeout=REAPER_TIMEOUT_S)
 
 
 class RayInstance(RunningInstance):

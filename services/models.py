@@ -1,4 +1,8 @@
-"""Which model is served: a path that a user gave, or the default one."""
+"""Which model is served: a path that a user gave, or the default one.
+
+What a worker would find wrong with its files is found here first, without torch and in less than a
+second: nothing is started for a model that cannot be served.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,9 @@ from typing import Final
 from services.config import ServeConfig
 from services.default_model import DEFAULT_MODEL, resolve
 from services.errors import ModelError
+from worker.model.errors import ModelLoadError
+from worker.model.families import FAMILIES, GGUF_ARCHITECTURES, check_supported
+from worker.model.source import locate
 
 GGUF_MAGIC: Final = b"GGUF"
 
@@ -33,6 +40,7 @@ def find_model(
         return ServedModel(path=path, name=config.served_model_name or DEFAULT_MODEL.name)
     path = Path(config.model).expanduser().absolute()
     _check(path, config.model)
+    _check_files(path, config.model)
     name = path.stem if path.is_file() else path.name
     return ServedModel(path=path, name=config.served_model_name or name)
 
@@ -57,3 +65,13 @@ def _check(path: Path, given: str) -> None:
         raise ModelError(f"model {given}: cannot be read: {error}") from error
     if magic != GGUF_MAGIC:
         raise ModelError(f"model {given}: {expected}, got a file that begins with {magic!r}")
+
+
+def _check_files(path: Path, given: str) -> None:
+    """Family, configuration, and that the weights are there and whole."""
+    try:
+        source = locate(path)
+        known = frozenset(FAMILIES) if source.gguf is None else GGUF_ARCHITECTURES
+        check_supported(source.model_type, known)
+    except (ModelLoadError, OSError) as error:
+        raise ModelError(f"model {given}: {error}") from error

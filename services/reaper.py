@@ -2,8 +2,7 @@
 
 Ray's own processes are tied to the launcher by the kernel, but some of their children notice only
 after half a minute. All of them work in FOLDER. The end of the input says that the launcher is
-gone; then every process of this user that still works there is killed, and the folder is removed
-unless the last word was ``keep``.
+gone; then every process of this user that still works there is killed, and the folder is removed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-KEEP: Final = b"keep"
 GIVE_UP_S: Final = 10.0
 POLL_S: Final = 0.05
 
@@ -28,15 +26,14 @@ def main(folder: Path) -> None:
     # Only the end of the launcher ends this process.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    said = sys.stdin.buffer.read()
+    sys.stdin.buffer.read()
     deadline = time.monotonic() + GIVE_UP_S
     while (pids := tuple(working_in(folder))) and time.monotonic() < deadline:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(POLL_S)
-    if not said.endswith(KEEP):
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def working_in(folder: Path) -> Iterator[int]:

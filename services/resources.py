@@ -85,13 +85,8 @@ def plan_instances(
             f"got {format_bytes(max(0, share))} for {count} instances on {device}; "
             "free some memory, start fewer instances or set kv_cache_bytes"
         )
-    if config.host_cache_bytes * count > machine.available_bytes:
-        raise ConfigError(
-            f"host_cache_bytes: expected {count} instances to fit in the free memory of "
-            f"{format_bytes(machine.available_bytes)}, got "
-            f"{format_bytes(config.host_cache_bytes)} each; give less"
-        )
     kv_cache_bytes = config.kv_cache_bytes or share
+    _check_fit(config, machine, device, kv_cache_bytes)
     return tuple(
         InstancePlan(
             name=name,
@@ -103,6 +98,35 @@ def plan_instances(
         )
         for role, name in config.instances
     )
+
+
+def _check_fit(config: ServeConfig, machine: Machine, device: str, kv_cache_bytes: int) -> None:
+    """Raises ConfigError when the caches alone, without the weights, are more than there is."""
+    count = len(config.instances)
+    if device == "cuda":
+        per_gpu = -(-count // len(machine.gpus))
+        free = min(gpu.free_bytes for gpu in machine.gpus)
+        if kv_cache_bytes * per_gpu > free:
+            raise ConfigError(
+                f"kv_cache_bytes: expected what fits in a GPU's free memory of "
+                f"{format_bytes(free)}, got {per_gpu} times {format_bytes(kv_cache_bytes)}; give "
+                "less"
+            )
+        kv_cache_bytes = 0
+    if (kv_cache_bytes + config.host_cache_bytes) * count > machine.available_bytes:
+        given = [
+            (name, format_bytes(size))
+            for name, size in (
+                ("kv_cache_bytes", kv_cache_bytes),
+                ("host_cache_bytes", config.host_cache_bytes),
+            )
+            if size
+        ]
+        raise ConfigError(
+            f"{' and '.join(name for name, _ in given)}: expected what fits in the free memory of "
+            f"{format_bytes(machine.available_bytes)}, got {count} times "
+            f"{' and '.join(size for _, size in given)}; give less"
+        )
 
 
 def plan_remote_instances(config: ServeConfig) -> tuple[InstancePlan, ...]:

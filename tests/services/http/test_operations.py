@@ -181,6 +181,22 @@ async def test_a_failure_before_the_first_token_has_its_status(
         assert served.service.streams[0].closed.is_set()
 
 
+async def test_clients_are_told_that_asking_for_bad_logits_again_is_of_no_use(
+    start: StartFrontEnd,
+) -> None:
+    async with start(lambda _: [Failed("bad_logits", "overflow", 500)]) as served:
+        response = await served.client.post(CHAT, json=BODY)
+        assert response.status_code == 500
+        assert response.headers["x-should-retry"] == "false"
+        assert "retry-after" not in response.headers
+        asked = len(served.service.streams)
+        with pytest.raises(openai.InternalServerError, match="overflow"):
+            await served.openai.with_options(max_retries=2).chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": "hi"}]
+            )
+        assert len(served.service.streams) == asked + 1
+
+
 async def test_a_failure_in_the_middle(start: StartFrontEnd) -> None:
     async with start(lambda _: [TokenDelta(0, 0, (5,)), LOST]) as served:
         assert (await served.client.post(CHAT, json=BODY)).status_code == 502

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import ray
 
@@ -38,9 +40,11 @@ def test_whatever_ray_raises_is_a_start_error(
         raise raised
 
     monkeypatch.setattr(ray, "init", fail)
+    before = set(Path("/tmp").glob("pageferry-ray-*"))
     with pytest.raises(StartError, match=message) as caught:
         RayHost.open(settings(address), no_config)
     assert caught.value.__cause__ is raised
+    assert set(Path("/tmp").glob("pageferry-ray-*")) <= before
 
 
 def test_an_interrupt_while_ray_starts_stays_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,3 +54,18 @@ def test_an_interrupt_while_ray_starts_stays_an_interrupt(monkeypatch: pytest.Mo
     monkeypatch.setattr(ray, "init", interrupt)
     with pytest.raises(KeyboardInterrupt):
         RayHost.open(settings(None), no_config)
+
+
+def test_nothing_stays_on_disk_even_when_ray_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    before = set(Path("/tmp").glob("pageferry-ray-*"))
+    host = RayHost.open(settings(None), no_config)
+    made = set(Path("/tmp").glob("pageferry-ray-*")) - before
+    assert made
+    monkeypatch.setattr(ray, "shutdown", fail)
+    with pytest.raises(RuntimeError, match="no"):
+        host.close()
+    assert not {folder for folder in made if folder.exists()}

@@ -93,8 +93,21 @@ def test_host_memory_for_pages_comes_out_of_what_is_free() -> None:
     without = plan_instances(config(), machine, weights_bytes=0)
     beside = plan_instances(config(host_cache_bytes="1GiB"), machine, weights_bytes=0)
     assert without[0].kv_cache_bytes - beside[0].kv_cache_bytes == GIB
-    with pytest.raises(ConfigError, match="host_cache_bytes: expected 2 instances to fit"):
+    with pytest.raises(ConfigError, match="host_cache_bytes: expected what fits"):
         plan_instances(config(host_cache_bytes="9GiB", kv_cache_bytes="1GiB"), machine, 0)
+
+
+def test_a_kv_cache_beyond_the_free_memory_is_refused_with_both_numbers() -> None:
+    machine = Machine(cores=2, available_bytes=8 * GIB)
+    with pytest.raises(ConfigError, match=r"free memory of 8\.0 GiB, got 2 times 5\.0 GiB"):
+        plan_instances(config(kv_cache_bytes="5GiB"), machine, weights_bytes=0)
+    with pytest.raises(ConfigError, match=r"got 2 times 3\.0 GiB and 2\.0 GiB"):
+        plan_instances(config(kv_cache_bytes="3GiB", host_cache_bytes="2GiB"), machine, 0)
+    gpus = (Gpu(name="H", free_bytes=8 * GIB),)
+    machine = Machine(cores=2, available_bytes=64 * GIB, gpus=gpus)
+    with pytest.raises(ConfigError, match=r"kv_cache_bytes: .* 8\.0 GiB, got 2 times 5\.0 GiB"):
+        plan_instances(config(kv_cache_bytes="5GiB"), machine, weights_bytes=0)
+    plan_instances(config(kv_cache_bytes="3GiB", host_cache_bytes="16GiB"), machine, 0)
 
 
 def test_a_remote_cluster_needs_what_cannot_be_looked_up() -> None:
