@@ -33,7 +33,7 @@ def test_version() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (("serve", "/no/such/model"), 1, "a path that does not exist"),
+        (("serve", "/no/such/model", "--port", "0"), 1, "a path that does not exist"),
         (("serve", "--port", "70000"), 2, "port: "),
         (("serve", "--aggregated", "--context", "2"), 2, "aggregated excludes"),
         (("serve", "--config", "/no/such/file.yaml"), 2, "cannot be read"),
