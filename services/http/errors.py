@@ -79,10 +79,21 @@ def model_not_found(model: str, served: str) -> ApiError:
 
 def context_length_exceeded(limit: int, prompt: int, output: int, *, param: str) -> ApiError:
     """400 with the code and both numbers that clients look for."""
+    return _beyond_context(limit, f"{prompt + output} tokens ({prompt}", output, param)
+
+
+def context_certainly_exceeded(limit: int, least: int, output: int, *, param: str) -> ApiError:
+    """The same of a prompt that was not tokenized: it has ``least`` tokens, or more."""
+    return _beyond_context(
+        limit, f"at least {least + output} tokens (at least {least}", output, param
+    )
+
+
+def _beyond_context(limit: int, requested: str, output: int, param: str) -> ApiError:
     return invalid(
         f"This model's maximum context length is {limit} tokens. However, you requested"
-        f" {prompt + output} tokens ({prompt} in the {param}, {output} in the completion). Please"
-        f" reduce the length of the {param} or completion.",
+        f" {requested} in the {param}, {output} in the completion). Please reduce the length of"
+        f" the {param} or completion.",
         param=param,
         code="context_length_exceeded",
     )

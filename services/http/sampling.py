@@ -9,17 +9,23 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from starlette.datastructures import Headers
 
-from services.http.errors import ApiError, context_length_exceeded, invalid
+from services.http.errors import (
+    ApiError,
+    context_certainly_exceeded,
+    context_length_exceeded,
+    invalid,
+)
 from services.http.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
 from services.http.settings import HttpSettings
 from services.orchestration.api import ModelLimits, SamplingParams, StopRule
 from services.text.stop_strings import StopStrings
+from services.text.tokenizer import TokenIds, TooManyTokens
 
 NumberT = TypeVar("NumberT", int, float)
 
@@ -118,9 +124,27 @@ def max_output_tokens(request: SamplingFields, prompt_tokens: int, limits: Model
         is_chat = isinstance(request, ChatCompletionRequest)
         asked = max(1, left if is_chat else min(left, DEFAULT_COMPLETION_TOKENS))
     if asked > left:
-        param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
-        raise context_length_exceeded(limits.max_sequence_tokens, prompt_tokens, asked, param=param)
+        raise context_length_exceeded(
+            limits.max_sequence_tokens, prompt_tokens, asked, param=_prompt_field(request)
+        )
     return asked
+
+
+async def tokens_within(
+    request: SamplingFields, limits: ModelLimits, encoding: Awaitable[TokenIds]
+) -> TokenIds:
+    """What ``encoding`` gives, or ApiError where it was refused as too long for the model."""
+    try:
+        return await encoding
+    except TooManyTokens as error:
+        asked = _asked_tokens(request) or 1
+        raise context_certainly_exceeded(
+            limits.max_sequence_tokens, error.at_least, asked, param=_prompt_field(request)
+        ) from None
+
+
+def _prompt_field(request: SamplingFields) -> str:
+    return "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
 
 
 def _asked_tokens(request: SamplingFields) -> int | None:

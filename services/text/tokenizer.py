@@ -2,9 +2,11 @@
 read.
 
 The directory holds ``tokenizer.json``, ``chat_template.jinja`` where the model has one, and
-``generation.json``. Encoding runs in a small pool of threads: the event loop of the front end never
-waits for a long prompt. Special tokens follow transformers: a plain prompt gets what the
-tokenizer's own post-processor adds, a rendered chat gets nothing added again.
+``generation.json``. Rendering and encoding run in a small pool of threads, and encoding in the only
+form of it that lets go of the interpreter's lock: the event loop of the front end never waits for a
+long prompt. A text that is certainly too long is not encoded at all. Special tokens
+follow transformers: a plain prompt gets what the tokenizer's own post-processor adds, a rendered
+chat gets nothing added again.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from services.text.chat_template import (
     Conversation,
     InvalidTemplate,
 )
+from services.text.least_tokens import LeastTokens
 from services.text.vocabulary import UnsupportedTokenizer, Vocabulary
 
 TokenIds = npt.NDArray[np.int32]
@@ -34,6 +37,14 @@ ResultT = TypeVar("ResultT")
 
 class TokenizerFilesError(ValueError):
     """The directory does not hold a usable tokenizer: files missing, broken or of unknown kinds."""
+
+
+class TooManyTokens(ValueError):
+    """The text has more tokens than the caller can use: at least :attr:`at_least`."""
+
+    def __init__(self, at_least: int, limit: int) -> None:
+        super().__init__(f"expected at most {limit} tokens, got at least {at_least}; shorten it")
+        self.at_least = at_least
 
 
 class GenerationFacts(BaseModel):
@@ -68,6 +79,7 @@ class Tokenizer:
         self.facts = facts
         self.vocabulary = Vocabulary(raw)
         self._raw = raw
+        self._least = LeastTokens.of_tokenizer(raw)
         self._template = (
             None if template is None else ChatTemplate(template, self._special_tokens())
         )
@@ -103,13 +115,21 @@ class Tokenizer:
         """Whether the model can be chatted with."""
         return self._template is not None
 
-    async def encode_prompt(self, text: str) -> TokenIds:
-        """Ids of a plain prompt."""
-        return await self._in_thread(lambda: self._encode_prompt(text))
+    async def encode_prompt(self, text: str, *, limit: int | None = None) -> TokenIds:
+        """Ids of a plain prompt. Raises TooManyTokens when ``limit`` is certain to be exceeded."""
+        return await self._in_thread(lambda: self._encode_prompt(text, limit))
 
-    async def encode_chat(self, conversation: Conversation) -> TokenIds:
-        """Ids of a rendered conversation. Raises ChatTemplateError."""
-        return await self._in_thread(lambda: self._encode_chat(conversation))
+    async def encode_chat(
+        self, conversation: Conversation, *, limit: int | None = None
+    ) -> TokenIds:
+        """Ids of a rendered conversation. Raises ChatTemplateError, or TooManyTokens when ``limit``
+        is certain to be exceeded.
+
+        A message counts as one token at least, so that a template sees no more than ``limit``.
+        """
+        if limit is not None and len(conversation.messages) > limit:
+            raise TooManyTokens(len(conversation.messages), limit)
+        return await self._in_thread(lambda: self._encode_chat(conversation, limit))
 
     def render_chat(self, conversation: Conversation) -> str:
         """Text of a conversation. Raises ChatTemplateError."""
@@ -119,16 +139,26 @@ class Tokenizer:
             )
         return self._template.render(conversation)
 
-    def _encode_prompt(self, text: str) -> TokenIds:
-        ids = self._raw.encode(text, add_special_tokens=True).ids
+    def _encode_prompt(self, text: str, limit: int | None) -> TokenIds:
+        self._check_length(text, limit)
+        # `encode` holds the interpreter's lock for as long as it takes; the batches do not.
+        (encoded,) = self._raw.encode_batch_fast([text], add_special_tokens=True)
+        ids = encoded.ids
         bos = self.facts.bos_token_id
         if self.facts.add_bos and bos is not None and ids[:1] != [bos]:
             ids = [bos, *ids]
         return np.asarray(ids, dtype=np.int32)
 
-    def _encode_chat(self, conversation: Conversation) -> TokenIds:
+    def _encode_chat(self, conversation: Conversation, limit: int | None) -> TokenIds:
         text = self.render_chat(conversation)
-        return np.asarray(self._raw.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        self._check_length(text, limit)
+        (encoded,) = self._raw.encode_batch_fast([text], add_special_tokens=False)
+        return np.asarray(encoded.ids, dtype=np.int32)
+
+    def _check_length(self, text: str, limit: int | None) -> None:
+        least = self._least.of(text)
+        if limit is not None and least > limit:
+            raise TooManyTokens(least, limit)
 
     async def _in_thread(self, work: Callable[[], ResultT]) -> ResultT:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -185,11 +185,11 @@ def _byte_level_alphabet() -> dict[str, int]:
     return alphabet
 
 
-_ALPHABET: Final = _byte_level_alphabet()
+BYTE_LEVEL_ALPHABET: Final = _byte_level_alphabet()
 
 
 def _byte_level(token: str) -> bytes:
     try:
-        return bytes(_ALPHABET[character] for character in token)
+        return bytes(BYTE_LEVEL_ALPHABET[character] for character in token)
     except KeyError:  # an added token, written as plain text
         return token.encode()

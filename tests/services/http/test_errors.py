@@ -382,3 +382,23 @@ async def test_a_bug_is_a_500_without_details(start: StartFrontEnd) -> None:
         assert error["type"] == "server_error"
         assert "secret" not in response.text
         assert served.metric("pageferry_http_requests_total", endpoint=CHAT, status="500") == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, completion(prompt="x" * 100_000, max_tokens=7)),
+        (COMPLETIONS, completion(prompt=["hi", "x" * 100_000], max_tokens=7)),
+        (CHAT, chat(messages=[{"role": "user", "content": "x" * 100_000}], max_tokens=7)),
+        (CHAT, chat(messages=[USER] * 1_000, max_tokens=7)),
+    ],
+)
+async def test_what_cannot_fit_is_refused_before_it_is_tokenized(
+    greeter: FrontEnd, path: str, body: dict[str, Any]
+) -> None:
+    error = check(await greeter.client.post(path, json=body), 400)
+    param = "messages" if path == CHAT else "prompt"
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    assert "maximum context length is 256 tokens" in error["message"]
+    assert f"in the {param}, 7 in the completion" in error["message"]
+    assert "at least" in error["message"]

@@ -5,14 +5,28 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import processors
 
 from services.text.chat_template import ChatTemplateError, Conversation
-from services.text.tokenizer import GenerationFacts, Tokenizer, TokenizerFilesError
-from tests.support.tiny_tokenizers import BOS, CHAT_TEMPLATE, EOS, byte_level_tokenizer
+from services.text.tokenizer import (
+    GenerationFacts,
+    Tokenizer,
+    TokenizerFilesError,
+    TooManyTokens,
+)
+from tests.support.tiny_tokenizers import (
+    BOS,
+    CHAT_TEMPLATE,
+    EOS,
+    byte_fallback_tokenizer,
+    byte_level_tokenizer,
+    token_id,
+)
 
 CHAT = Conversation(messages=[{"role": "user", "content": "hello"}])
 
@@ -115,4 +129,72 @@ async def test_encoding_happens_outside_the_event_loop() -> None:
     after = {thread.name for thread in threading.enumerate()} - before
     assert after
     assert all(name.startswith("tokenizer") for name in after)
+    tokenizer.close()
+
+
+@pytest.mark.parametrize("make", [byte_level_tokenizer, byte_fallback_tokenizer])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "the stop",
+        f"{BOS}hello{EOS}",
+        "<tool \u00e9>\u4f60\U0001f44b\u00e9 e\u0301\x00\r\n",
+    ],
+)
+async def test_ids_are_those_of_encode(make: Callable[[], RawTokenizer], text: str) -> None:
+    raw = make()
+    raw.post_processor = processors.TemplateProcessing(
+        single=f"$A {EOS}", special_tokens=[(EOS, token_id(raw, EOS))]
+    )
+    tokenizer = Tokenizer(raw, facts(), "{{ messages[0].content }}")
+    said = Conversation(messages=[{"role": "user", "content": text}])
+    assert (await tokenizer.encode_prompt(text)).tolist() == raw.encode(text).ids
+    assert (await tokenizer.encode_chat(said)).tolist() == (
+        raw.encode(text, add_special_tokens=False).ids
+    )
+    tokenizer.close()
+
+
+async def test_the_loop_goes_on_while_a_long_prompt_is_encoded() -> None:
+    tokenizer = Tokenizer(byte_level_tokenizer(), facts(), "{{ messages[0].content }}")
+    text = "hello the world " * 30_000
+    said = Conversation(messages=[{"role": "user", "content": text}])
+    loop = asyncio.get_running_loop()
+    for work in (tokenizer.encode_prompt(text), tokenizer.encode_chat(said)):
+        began = last = loop.time()
+        worst = 0.0
+        encoding = asyncio.ensure_future(work)
+        while not encoding.done():
+            await asyncio.wait({encoding}, timeout=0.001)
+            now = loop.time()
+            worst, last = max(worst, now - last), now
+        assert len(encoding.result()) > 300_000
+        # Of `encode` it is nearly all.
+        assert worst < (last - began) / 2
+    tokenizer.close()
+
+
+async def test_what_cannot_fit_is_not_encoded() -> None:
+    tokenizer = Tokenizer(byte_level_tokenizer(), facts(), "{{ messages[0].content }}")
+    longest = max(map(len, byte_level_tokenizer().get_vocab()))
+    fits, too_long = "x" * longest * 10, "x" * (longest * 10 + 1)
+    assert len(await tokenizer.encode_prompt(fits, limit=10)) > 10
+    with pytest.raises(TooManyTokens) as caught:
+        await tokenizer.encode_prompt(too_long, limit=10)
+    assert caught.value.at_least == 11
+    with pytest.raises(TooManyTokens):
+        await tokenizer.encode_chat(
+            Conversation(messages=[{"role": "user", "content": too_long}]), limit=10
+        )
+    tokenizer.close()
+
+
+async def test_more_messages_than_tokens_are_not_rendered() -> None:
+    tokenizer = Tokenizer(byte_level_tokenizer(), facts(), "{{ raise_exception('rendered') }}")
+    with pytest.raises(TooManyTokens):
+        await tokenizer.encode_chat(Conversation(messages=[*CHAT.messages] * 11), limit=10)
+    with pytest.raises(ChatTemplateError):
+        await tokenizer.encode_chat(Conversation(messages=[*CHAT.messages] * 10), limit=10)
     tokenizer.close()
