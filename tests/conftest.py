@@ -6,6 +6,8 @@ from collections.abc import Generator
 
 import pytest
 
+from tests.support.requirements import REQUIRE_MODEL
+
 REQUIRE_GPU = "--require-gpu"
 GPU_MARKERS = ("gpu", "multi_gpu")
 
@@ -15,6 +17,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         REQUIRE_GPU,
         action="store_true",
         help="a test marked gpu or multi_gpu that is skipped fails instead",
+    )
+    parser.addoption(
+        REQUIRE_MODEL,
+        action="store_true",
+        help="a test that needs the default model fails where it neither is nor can be fetched",
     )
 
 

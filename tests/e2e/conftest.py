@@ -11,17 +11,20 @@ from services.default_model import resolve
 from services.errors import ModelError
 from tests.e2e.client import Client
 from tests.support.launched_service import LaunchedService
+from tests.support.requirements import without_model
 
 SMALL_CACHE = ("--kv-cache-bytes", "1280MiB", "--device", "cpu")
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """The default model's file; skips where it neither is nor can be fetched."""
+def smollm2(pytestconfig: pytest.Config) -> Path:
+    """The default model's file; skips where it neither is nor can be fetched (fails under
+    ``--require-model``).
+    """
     try:
         return resolve()
     except ModelError as error:
-        pytest.skip(str(error))
+        without_model(pytestconfig, str(error))
 
 
 @pytest.fixture(scope="session")

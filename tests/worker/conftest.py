@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.models import real_model_path, write_tiny_model
 from tests.support.oracle import load_reference
+from tests.support.requirements import without_model
 
 
 @pytest.fixture(scope="session")
@@ -33,9 +34,12 @@ def reference() -> Callable[[Path], Any]:
 
 
 @pytest.fixture(scope="session")
-def real_model() -> Path:
-    """The small real model, or a skip that says how to get it."""
+def real_model(pytestconfig: pytest.Config) -> Path:
+    """The small real model, or a skip (a failure under ``--require-model``) that says how to get
+    it.
+    """
     path = real_model_path()
     if path is None:
-        pytest.skip("the default model is not on this machine: `pageferry demo` fetches it")
+        reason = "the default model is not on this machine: `pageferry demo` fetches it"
+        without_model(pytestconfig, reason)
     return path
