@@ -6,17 +6,18 @@ second: nothing is started for a model that cannot be served.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from services.config import ServeConfig
 from services.default_model import DEFAULT_MODEL, resolve
 from services.errors import ModelError
 from worker.model.errors import ModelLoadError
 from worker.model.families import FAMILIES, GGUF_ARCHITECTURES, check_supported
-from worker.model.source import locate
+from worker.model.source import ModelSource, locate
 
 GGUF_MAGIC: Final = b"GGUF"
 
@@ -29,6 +30,10 @@ class ServedModel:
     """Absolute; a Hugging Face directory or a GGUF file."""
     name: str
     """In the API."""
+    kv_elements_per_token: int | None = None
+    """Numbers that the keys and values of one token are; None where the files leave it to
+    defaults.
+    """
 
 
 def find_model(
@@ -37,12 +42,20 @@ def find_model(
     """The model of ``config``, the default one fetched when needed. Blocking. Raises ModelError."""
     if config.model is None:
         path = resolve(cache_directory=cache_directory, progress=progress)
-        return ServedModel(path=path, name=config.served_model_name or DEFAULT_MODEL.name)
+        return ServedModel(
+            path=path,
+            name=config.served_model_name or DEFAULT_MODEL.name,
+            kv_elements_per_token=kv_elements_per_token(_check_files(path, str(path))),
+        )
     path = Path(config.model).expanduser().absolute()
     _check(path, config.model)
-    _check_files(path, config.model)
+    source = _check_files(path, config.model)
     name = path.stem if path.is_file() else path.name
-    return ServedModel(path=path, name=config.served_model_name or name)
+    return ServedModel(
+        path=path,
+        name=config.served_model_name or name,
+        kv_elements_per_token=kv_elements_per_token(source),
+    )
 
 
 def _check(path: Path, given: str) -> None:
@@ -67,7 +80,7 @@ def _check(path: Path, given: str) -> None:
         raise ModelError(f"model {given}: {expected}, got a file that begins with {magic!r}")
 
 
-def _check_files(path: Path, given: str) -> None:
+def _check_files(path: Path, given: str) -> ModelSource:
     """Family, configuration, and that the weights are there and whole."""
     try:
         source = locate(path)
@@ -75,3 +88,24 @@ def _check_files(path: Path, given: str) -> None:
         check_supported(source.model_type, known)
     except (ModelLoadError, OSError) as error:
         raise ModelError(f"model {given}: {error}") from error
+    return source
+
+
+def kv_elements_per_token(source: ModelSource) -> int | None:
+    """What the files say without the library that knows all defaults."""
+    header = source.gguf
+    if header is None:
+        values: dict[str, Any] = json.loads((source.path / "config.json").read_text("utf-8"))
+        names = ("num_hidden_layers", "num_key_value_heads", "head_dim")
+        whole, parts = values.get("hidden_size"), values.get("num_attention_heads")
+    else:
+        prefix = f"{header.architecture}."
+        values = {key.removeprefix(prefix): value for key, value in header.metadata.items()}
+        names = ("block_count", "attention.head_count_kv", "attention.key_length")
+        whole, parts = values.get("embedding_length"), values.get("attention.head_count")
+    layers, heads, width = (values.get(name) for name in names)
+    if width is None and isinstance(whole, int) and isinstance(parts, int) and parts > 0:
+        width = whole // parts
+    if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(width, int)):
+        return None
+    return 2 * layers * heads * width

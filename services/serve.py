@@ -32,6 +32,7 @@ from services.membership import FrontEndSettings
 from services.models import ServedModel, find_model
 from services.resources import (
     InstancePlan,
+    check_cache_holds_a_step,
     estimate_weights_bytes,
     plan_instances,
     plan_remote_instances,
@@ -91,6 +92,7 @@ def run_service(
         )
         terminal.done("model", f"{model.name} ({model.path})")
         plans = _plan(config, model)
+        check_cache_holds_a_step(config, plans, model.kv_elements_per_token)
         asyncio.run(_Launch(config, environment, terminal, model, plans, listener).run(work))
 
 

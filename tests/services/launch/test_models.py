@@ -95,6 +95,17 @@ def test_what_can_be_served_is_found(tmp_path: Path) -> None:
     assert find(folder).path == folder
 
 
+def test_the_size_of_a_token_is_read_from_the_files(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 3, "num_key_value_heads": 2, "hidden_size": 48}
+    config = {"model_type": "llama", "num_attention_heads": 6, **sizes}
+    folder = directory(tmp_path, json.dumps(config))
+    assert find(folder).kv_elements_per_token == 2 * 3 * 2 * 8
+    (folder / "config.json").write_text(json.dumps({**config, "head_dim": 16}))
+    assert find(folder).kv_elements_per_token == 2 * 3 * 2 * 16
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    assert find(folder).kv_elements_per_token is None
+
+
 def test_checking_a_model_loads_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib; from services.config import ServeConfig;"

@@ -13,6 +13,7 @@ from services.resources import (
     Gpu,
     Machine,
     available_memory_bytes,
+    check_cache_holds_a_step,
     estimate_weights_bytes,
     plan_instances,
     plan_remote_instances,
@@ -108,6 +109,17 @@ def test_a_kv_cache_beyond_the_free_memory_is_refused_with_both_numbers() -> Non
     with pytest.raises(ConfigError, match=r"kv_cache_bytes: .* 8\.0 GiB, got 2 times 5\.0 GiB"):
         plan_instances(config(kv_cache_bytes="5GiB"), machine, weights_bytes=0)
     plan_instances(config(kv_cache_bytes="3GiB", host_cache_bytes="16GiB"), machine, 0)
+
+
+def test_a_kv_cache_without_room_for_one_step_is_refused() -> None:
+    machine = Machine(cores=2, available_bytes=8 * GIB)
+    small = config(kv_cache_bytes=512 * 46080 - 1)
+    plans = plan_instances(small, machine, weights_bytes=0)
+    with pytest.raises(ConfigError, match=r"at least 22\.5 MiB.*512 tokens.*got 22\.5 MiB"):
+        check_cache_holds_a_step(small, plans, 46080 // 4)
+    check_cache_holds_a_step(small, plans, None)
+    half = config(kv_cache_bytes=512 * 46080 - 1, dtype="bfloat16")
+    check_cache_holds_a_step(half, plans, 46080 // 4)
 
 
 def test_a_remote_cluster_needs_what_cannot_be_looked_up() -> None:
