@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from worker.model.errors import ModelLoadError
+from worker.model.families import FAMILIES, check_supported
 from worker.model.gguf_header import GGUFHeader, read_gguf_header
 
 GGUF_SHARD = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
@@ -52,7 +53,7 @@ def locate(path: str | Path) -> ModelSource:
     """Find and check the files of a model.
 
     Raises:
-        ModelLoadError: nothing there, not a model, files missing or truncated.
+        ModelLoadError: nothing there, not a model, unknown family, files missing or truncated.
     """
     place = Path(path).expanduser()
     if place.is_file():
@@ -88,6 +89,7 @@ def _directory(path: Path) -> ModelSource:
     model_type = _json_object(config).get("model_type")
     if not isinstance(model_type, str):
         raise ModelLoadError(f"{config}: expected a string model_type, got {model_type!r}")
+    check_supported(model_type, frozenset(FAMILIES))  # before anybody converts weights in vain
     for shard in _shards(path):
         check_safetensors(shard)
     return ModelSource(path=path, model_type=model_type)

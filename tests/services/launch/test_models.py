@@ -66,6 +66,11 @@ def test_a_directory_without_weights(tmp_path: Path) -> None:
         find(directory(tmp_path, '{"model_type": "llama"}', weights=False))
 
 
+def test_the_family_is_refused_before_its_weights_are(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="'gpt2' is not supported"):
+        find(directory(tmp_path, '{"model_type": "gpt2"}', weights=False))
+
+
 def test_safetensors_that_are_cut_short(tmp_path: Path) -> None:
     folder = directory(tmp_path, '{"model_type": "llama"}')
     weights = folder / "model.safetensors"
