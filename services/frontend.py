@@ -28,6 +28,7 @@ from router.conversation import RouterSettings
 from router.rules import LoadRule, RuleSettings
 from services.errors import EXIT_FAILURE, EXIT_OK
 from services.http.app import create_app
+from services.http.protocol import BoundedHttpProtocol
 from services.http.settings import HttpSettings
 from services.log import configure_logging
 from services.membership import LAUNCHER_CODEC, FrontEndSettings, MembershipUpdate
@@ -95,7 +96,7 @@ async def _serve(settings: FrontEndSettings, text: Tokenizer, reader: asyncio.St
     server = AnnouncingServer(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=BoundedHttpProtocol,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -24,6 +24,11 @@ def request_id_of(scope: Scope) -> str:
     return label
 
 
+def new_request_id() -> str:
+    """Label of a request that came without a usable one."""
+    return f"req-{secrets.token_hex(16)}"
+
+
 class RequestIdMiddleware:
     """Labels every request and echoes the label on its answer."""
 
@@ -36,7 +41,7 @@ class RequestIdMiddleware:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get(HEADER, "")
-        label = given if _USABLE.fullmatch(given) else f"req-{secrets.token_hex(16)}"
+        label = given if _USABLE.fullmatch(given) else new_request_id()
         scope[_KEY] = label
 
         async def labelled(message: Message) -> None:

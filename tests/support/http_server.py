@@ -15,6 +15,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from typing_extensions import override
 
+from services.http.protocol import BoundedHttpProtocol
+
 
 class _PromptServer(uvicorn.Server):
     """Stops at once instead of at the next tick of a clock."""
@@ -30,14 +32,21 @@ class _PromptServer(uvicorn.Server):
 
 
 @asynccontextmanager
-async def serving(app: ASGIApp) -> AsyncIterator[str]:
+async def serving(
+    app: ASGIApp, protocol: type[BoundedHttpProtocol] = BoundedHttpProtocol
+) -> AsyncIterator[str]:
     """Serve ``app``; yields its base URL, such as ``http://127.0.0.1:40001``."""
     listener = socket.create_server(("127.0.0.1", 0))
     # asyncio sets this only on sockets that it made itself; without it every answer takes 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     host, port = listener.getsockname()
     config = uvicorn.Config(
-        app, lifespan="off", log_level="warning", timeout_graceful_shutdown=1, ws="none"
+        app,
+        http=protocol,
+        lifespan="off",
+        log_level="warning",
+        timeout_graceful_shutdown=1,
+        ws="none",
     )
     server = _PromptServer(config)
     task = asyncio.ensure_future(server.serve(sockets=[listener]))
