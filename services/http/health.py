@@ -1,7 +1,8 @@
 """Liveness and readiness.
 
 ``/health`` says that this front end answers; ``/ready`` that a request sent now would be served,
-and else why not.
+and else why not. A service of which a part is away is ready while the rest serves; the reasons and
+``degraded`` name the part.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def health_router(service: GenerationService) -> APIRouter:
         readiness = service.readiness()
         content = {
             "ready": readiness.ready,
-            "reasons": list(readiness.reasons),
+            "reasons": [*readiness.reasons, *readiness.degraded],
+            "degraded": list(readiness.degraded),
             "workers": [asdict(worker) for worker in readiness.workers],
         }
         if readiness.ready:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from router.placement import Placement, RouteRequest
@@ -10,9 +11,9 @@ from services.orchestration.api import GenerationRequest
 from services.orchestration.flow import FlowPlan, RequestFlow
 from services.orchestration.flow_states import StartGenerate, StartPrefill
 from services.orchestration.stream import RequestStream
-from transfer.identity import PeerAddress
+from transfer.identity import Incarnation, PeerAddress
 from transfer.wire import pack_ints
-from worker.messages import Generate, Prefill
+from worker.messages import Generate, Leg, LegEnded, Prefill
 
 
 @dataclass
@@ -31,6 +32,10 @@ class ActiveRequest:
     disaggregated: bool = field(init=False)
     """Its first placement had a context leg."""
     leg_ids: list[str] = field(default_factory=list)
+    open_legs: dict[tuple[str, Leg], Incarnation] = field(default_factory=dict)
+    """Sent and not ended: where each runs."""
+    waits_since_s: float = field(init=False)
+    """When a leg last began or ended."""
     timer: asyncio.TimerHandle | None = None
     confirmed: bool = False
     first_token_s: float | None = None
@@ -38,6 +43,7 @@ class ActiveRequest:
     """By choice."""
 
     def __post_init__(self) -> None:
+        self.waits_since_s = self.submitted_s
         self.disaggregated = self.placement.context is not None
         self.packed_tokens = pack_ints(self.request.tokens)
         plan = FlowPlan(
@@ -58,6 +64,28 @@ class ActiveRequest:
     def deadline_s(self) -> float:
         """In the clock of the event loop."""
         return self.submitted_s + self.request.deadline_ms / 1000
+
+    def leg_sent(self, leg_id: str, leg: Leg, worker: Incarnation, now_s: float) -> None:
+        """A worker was asked for a leg."""
+        self.open_legs[leg_id, leg] = worker
+        self.waits_since_s = now_s
+
+    def legs_ended(self, ended: Iterable[LegEnded], now_s: float) -> None:
+        """Workers told the end of legs."""
+        for end in ended:
+            if self.open_legs.pop((end.request_id, end.leg), None) is not None:
+                self.waits_since_s = now_s
+
+    def worker_lost(self, worker: Incarnation, now_s: float) -> None:
+        """Every leg there is over."""
+        for key in [key for key, where in self.open_legs.items() if where == worker]:
+            del self.open_legs[key]
+            self.waits_since_s = now_s
+
+    def waits_for(self) -> tuple[Incarnation, ...]:
+        """Whose turn it is: a generation leg waits for the context leg, if there is one."""
+        contexts = tuple(where for (_, leg), where in self.open_legs.items() if leg == "context")
+        return contexts or tuple(self.open_legs.values())
 
     def remaining_ms(self, now_s: float) -> int:
         """What a leg that starts now may take."""

@@ -173,11 +173,14 @@ class WorkerStatus:
 
 @dataclass(frozen=True)
 class Readiness:
-    """Whether a request sent now would be served, with the reasons when not."""
+    """Whether a request sent now would be served, with the reasons when not. While it would,
+    ``degraded`` tells what is missing all the same: others do its work.
+    """
 
     ready: bool
     reasons: tuple[str, ...]
     workers: tuple[WorkerStatus, ...]
+    degraded: tuple[str, ...] = ()
 
 
 class Overloaded(Exception):

@@ -2,6 +2,8 @@
 
 It runs when the set of workers changes, when nothing else has succeeded for a while, and again soon
 after a failure. Any request that completes counts as a success, so a busy cluster is not probed.
+A canary that waits its turn behind other work proves nothing while the workers move; it fails when
+a worker that has work does not.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from worker.messages import SamplingParams, StopRule
 CANARY_ENDPOINT: Final = "canary"
 CANARY_SCOPE: Final = b"pageferry canary"
 CANARY_PROMPT_TOKENS: Final = 16
+LOOKS_PER_TIMEOUT: Final = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,9 @@ class CanarySettings:
     """Without any completed request for this long, a canary runs."""
     retry_s: float = 1.0
     timeout_s: float = 10.0
+    """Without any progress of a worker that has work for this long, it fails."""
+    patience_s: float = 300.0
+    """A canary that has waited this long among moving workers is taken back."""
 
 
 class CanaryTarget(Protocol):
@@ -43,6 +49,9 @@ class CanaryTarget(Protocol):
 
     def missing(self) -> tuple[str, ...]:
         """Why no request can be served; empty when one can."""
+
+    def stalled(self, request_id: str, since_s: float) -> tuple[str, ...]:
+        """What has had work since ``since_s``, this request's or another's, and did not move."""
 
     def vocab_size(self) -> int:
         """Of the model."""
@@ -129,7 +138,7 @@ class Canary:
             scope=CANARY_SCOPE,
             sampling=SamplingParams(temperature=0.0),
             stop=StopRule(max_tokens=2),
-            deadline_ms=int(self._settings.timeout_s * 1000),
+            deadline_ms=int((self._settings.patience_s + self._settings.timeout_s) * 1000),
             endpoint=CANARY_ENDPOINT,
         )
         try:
@@ -138,15 +147,38 @@ class Canary:
             return None
         except (NotReady, InvalidRequest) as error:
             return str(error)
+        # Its end and its stall are waited for together. Closing the stream cancels the legs, which
+        # is no failure on any worker.
+        end = asyncio.get_running_loop().create_task(_end_of(stream), name="canary answer")
         try:
-            async for event in stream:
-                match event:
-                    case Completed():
-                        return ""
-                    case Failed():
-                        return f"{event.code}: {event.message}"
-                    case _:
-                        pass
+            return await self._outcome(stream.request_id, end)
         finally:
+            end.cancel()
+            await asyncio.gather(end, return_exceptions=True)
             await stream.aclose()
-        return "it ended without a terminal event"
+
+    async def _outcome(self, request_id: str, end: asyncio.Task[str]) -> str | None:
+        loop = asyncio.get_running_loop()
+        timeout_s = self._settings.timeout_s
+        give_up_s = loop.time() + self._settings.patience_s
+        while loop.time() < give_up_s:
+            await asyncio.wait({end}, timeout=timeout_s / LOOKS_PER_TIMEOUT)
+            if end.done():
+                return end.result()
+            stalled = self._target.stalled(request_id, loop.time() - timeout_s)
+            if stalled:
+                return f"{'; '.join(stalled)} for {timeout_s:g} s"
+        return None
+
+
+async def _end_of(stream: OutputStream) -> str:
+    """Why the request failed, empty when it completed."""
+    async for event in stream:
+        match event:
+            case Completed():
+                return ""
+            case Failed():
+                return f"{event.code}: {event.message}"
+            case _:
+                pass
+    return "it ended without a terminal event"

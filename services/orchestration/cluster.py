@@ -112,15 +112,13 @@ class Cluster(LinkListener):
         return self._limits
 
     def missing(self) -> tuple[str, ...]:
-        """Why no request can be served in full; empty when one can."""
+        """Why no request can be served; empty when one can.
+
+        Any worker can serve a request alone, but a service that starts waits for all of its own.
+        """
         reasons = [f"instance {name} has not come up yet" for name in sorted(self._unseen)]
-        roles = {link.address.role for link in self._links.values() if link.ready}
-        if "aggregated" not in roles:
-            reasons.extend(
-                f"no {role} worker is ready"
-                for role in ("context", "generation")
-                if role not in roles
-            )
+        if not self.can_serve():
+            reasons.extend(self.degraded())
         blocks = {link.welcome.tokens_per_block for link in self._links.values() if link.welcome}
         if len(blocks) > 1:
             sizes = ", ".join(map(str, sorted(blocks)))
@@ -129,6 +127,15 @@ class Cluster(LinkListener):
         if len(models) > 1:
             reasons.append(f"workers serve different models: {', '.join(sorted(models))}")
         return tuple(reasons)
+
+    def degraded(self) -> tuple[str, ...]:
+        """Roles that no worker is ready for; while there is a worker at all, it covers them."""
+        roles = {link.address.role for link in self._links.values() if link.ready}
+        if "aggregated" in roles:
+            return ()
+        return tuple(
+            f"no {role} worker is ready" for role in ("context", "generation") if role not in roles
+        )
 
     def can_serve(self) -> bool:
         """Whether at least one worker accepts requests."""
@@ -141,11 +148,12 @@ class Cluster(LinkListener):
 
     @override
     def link_up(self, link: WorkerLink) -> None:
-        self._unseen.discard(link.incarnation.instance)
+        pass
 
     @override
     def link_changed(self, link: WorkerLink) -> None:
         if link.ready:
+            self._unseen.discard(link.incarnation.instance)
             self._listener.worker_joined(link.incarnation)
 
     @override

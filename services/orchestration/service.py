@@ -69,6 +69,7 @@ from services.orchestration.flow_states import (
 )
 from services.orchestration.meter import RequestMeter
 from services.orchestration.metrics import RequestMetrics, WorkerCollector
+from services.orchestration.progress import Progress
 from services.orchestration.reports import reports_by_leg
 from services.orchestration.stream import RequestStream, StreamControl
 from services.orchestration.worker_link import LinkTimings
@@ -119,6 +120,7 @@ class Orchestrator(GenerationService, ClusterListener, StreamControl):
         registry.register(self._workers)
         self._active: dict[str, ActiveRequest] = {}
         self._by_leg: dict[str, ActiveRequest] = {}
+        self._progress = Progress()
         self._canary = Canary(self, settings.canary)
         self._closing = False
 
@@ -180,10 +182,11 @@ class Orchestrator(GenerationService, ClusterListener, StreamControl):
         reasons = self.missing()
         if not reasons and self._canary.failure:
             reasons = (self._canary.failure,)
-        return Readiness(not reasons, reasons, self._cluster.statuses())
+        degraded = () if reasons else self._cluster.degraded()
+        return Readiness(not reasons, reasons, self._cluster.statuses(), degraded)
 
     def missing(self) -> tuple[str, ...]:
-        """Why no request can be served in full, the canary aside."""
+        """Why no request can be served, the canary aside."""
         if self._closing:
             return ("the server is shutting down",)
         return self._cluster.missing()
@@ -191,6 +194,24 @@ class Orchestrator(GenerationService, ClusterListener, StreamControl):
     def vocab_size(self) -> int:
         """Of the model that the workers serve."""
         return self.limits().vocab_size
+
+    def stalled(self, request_id: str, since_s: float) -> tuple[str, ...]:
+        """Workers that have had work since then and did not move: whom the request waits for, and
+        whoever runs sequences.
+        """
+        progress = self._progress
+        workers = {
+            link.incarnation
+            for link in self._cluster.links()
+            if link.up and progress.stands_still(link.incarnation, since_s)
+        }
+        active = self._active.get(request_id)
+        if active is not None and active.waits_since_s <= since_s:
+            waits_for = active.waits_for()
+            if not waits_for:
+                return ("no worker takes it",)
+            workers.update(w for w in waits_for if not progress.moved(w, since_s))
+        return tuple(f"worker {worker} makes no progress" for worker in sorted(workers, key=str))
 
     @override
     def stop(self, request_id: str, choice: int, index: int) -> None:
@@ -213,11 +234,13 @@ class Orchestrator(GenerationService, ClusterListener, StreamControl):
 
     @override
     def worker_step(self, worker: Incarnation, output: StepOutput) -> None:
+        self._progress.observe(worker, output, self._now_s())
         if output.gauges is not None:
             self._workers.observe(worker, output.gauges)
         for leg_id, report in reports_by_leg(worker, output):
             active = self._by_leg.get(leg_id)
             if active is not None:
+                active.legs_ended(report.ended, self._now_s())
                 self._meter.legs_ended(active, report)
                 self._feed(active, report)
 
@@ -225,10 +248,12 @@ class Orchestrator(GenerationService, ClusterListener, StreamControl):
     def worker_lost(self, worker: Incarnation) -> None:
         self._canary.workers_changed()
         for active in tuple(self._active.values()):
+            active.worker_lost(worker, self._now_s())
             self._feed(active, WorkerLost(worker))
 
     @override
     def worker_removed(self, worker: Incarnation) -> None:
+        self._progress.forget(worker)
         self._workers.fold(worker)
         self._router.lost(worker)
 
@@ -336,6 +361,7 @@ class Orchestrator(GenerationService, ClusterListener, StreamControl):
             self._report_unsent(active, command.worker, command.leg_id, "context")
         else:
             link.send(active.prefill_message(command, self._now_s()))
+            active.leg_sent(command.leg_id, "context", command.worker, self._now_s())
 
     def _start_generate(self, active: ActiveRequest, command: StartGenerate) -> None:
         link = self._cluster.link(command.worker)
@@ -346,6 +372,7 @@ class Orchestrator(GenerationService, ClusterListener, StreamControl):
             return
         peer = None if welcome is None else welcome.peer
         link.send(active.generate_message(command, peer, self._now_s()))
+        active.leg_sent(command.leg_id, "generation", command.worker, self._now_s())
 
     def _report_unsent(
         self, active: ActiveRequest, worker: Incarnation, leg_id: str, leg: Leg

@@ -116,10 +116,35 @@ class Client:
         except httpx.TransportError:
             return False
 
-    def wait_ready(self, timeout_s: float) -> float:
-        """Seconds until ``/ready`` says yes."""
+    def whole(self) -> bool:
+        """Whether it is ready and no worker is away."""
+        try:
+            answer = self.http.get("/ready")
+        except httpx.TransportError:
+            return False
+        body = answer.json()
+        workers_ready = all(worker["ready"] for worker in body["workers"])
+        return answer.status_code == 200 and not body["degraded"] and workers_ready
+
+    def incarnation(self, instance: str) -> str:
+        """Of the instance as the front end sees it; empty while it is away or not ready."""
+        for worker in self.http.get("/ready").json()["workers"]:
+            if worker["instance"] == instance and worker["ready"]:
+                return str(worker["incarnation"])
+        return ""
+
+    def wait_back(self, instance: str, old: str, timeout_s: float) -> None:
+        """Wait until another incarnation than ``old`` takes requests and the service is whole."""
         started = time.monotonic()
-        while not self.ready():
+        while self.incarnation(instance) in ("", old):
+            assert time.monotonic() - started < timeout_s, f"{instance} is not back"
+            time.sleep(0.1)
+        self.wait_ready(timeout_s - (time.monotonic() - started))
+
+    def wait_ready(self, timeout_s: float) -> float:
+        """Seconds until ``/ready`` says yes and no worker is away."""
+        started = time.monotonic()
+        while not self.whole():
             waited = time.monotonic() - started
             assert waited < timeout_s, (
                 f"not ready after {waited:.0f} s: {self.http.get('/ready').text}"

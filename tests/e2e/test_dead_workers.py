@@ -66,7 +66,7 @@ def kill_after_first_token(
 ) -> None:
     """Kill the context worker the moment the client has token 1."""
     client.wait_ready(RESTART_S)
-    victim = service.pid("context-0")
+    victim, incarnation = service.pid("context-0"), client.incarnation("context-0")
     body = request_of(number, 90)
 
     def kill(choice: int, delta: int) -> None:
@@ -75,6 +75,7 @@ def kill_after_first_token(
 
     got = client.stream("/v1/completions", on_delta=kill, **body)
     service.wait_restarted("context-0", victim, RESTART_S)
+    client.wait_back("context-0", incarnation, RESTART_S)
     assert_complete(reference, client, number, body, got)
 
 
@@ -107,6 +108,7 @@ def test_a_lost_transfer_is_repaired_and_counted(
     repairs = client.total("pageferry_repairs")
     computed = client.by_instance("pageferry_worker_prefill_tokens")["context-0"]
     context, generation = service.pid("context-0"), service.pid("generation-0")
+    incarnation = client.incarnation("context-0")
     # One whole chunk and a short one: the pause falls between them, and is shorter than the
     # silence after which the workers give each other up.
     body = request_of(101, CHUNK_TOKENS + 100)
@@ -131,7 +133,7 @@ def test_a_lost_transfer_is_repaired_and_counted(
     finally:
         os.kill(generation, signal.SIGCONT)
     service.wait_restarted("context-0", context, RESTART_S)
-    client.wait_ready(RESTART_S)
+    client.wait_back("context-0", incarnation, RESTART_S)
     assert client.total("pageferry_repairs") == repairs + 1
     assert_complete(reference, client, 101, body, got)
 
@@ -149,7 +151,7 @@ def test_a_worker_dies_under_twenty_requests(
     free_before = client.free_blocks()
     others = {name: service.pid(name) for name in service.pids if name != instance}
     bodies = {number: request_of(number, 60) for number in range(200, 220)}
-    victim = service.pid(instance)
+    victim, incarnation = service.pid(instance), client.incarnation(instance)
 
     def send(number: int) -> Streamed:
         return Client(client.url).stream("/v1/completions", **bodies[number])
@@ -159,7 +161,7 @@ def test_a_worker_dies_under_twenty_requests(
         got_all = pool.map(lambda number: _timed(send, number), bodies)
         answers = dict(zip(bodies, got_all, strict=True))
     service.wait_restarted(instance, victim, RESTART_S)
-    client.wait_ready(RESTART_S)
+    client.wait_back(instance, incarnation, RESTART_S)
     assert {name: service.pid(name) for name in others} == others
     whole = {n: got for n, got in answers.items() if got.error is None}
     for number, got in whole.items():

@@ -82,10 +82,12 @@ def test_a_killed_worker_is_back_as_a_new_incarnation_and_nothing_else_restarts(
 ) -> None:
     other = "generation-0" if instance == "context-0" else "context-0"
     other_pid, front_end_pid = service.pid(other), service.front_end().pid
+    incarnation = client.incarnation(instance)
+    assert incarnation
     started = time.monotonic()
     old = service.kill(instance)
     service.wait_restarted(instance, old, timeout_s=60)
-    client.wait_ready(60 - (time.monotonic() - started))
+    client.wait_back(instance, incarnation, 60 - (time.monotonic() - started))
     assert service.pid(other) == other_pid
     assert service.front_end().pid == front_end_pid
     for _ in range(3):

@@ -83,6 +83,10 @@ async def test_liveness_and_readiness(greeter: FrontEnd) -> None:
     assert ready.headers["retry-after"] == "1"
     assert ready.json()["reasons"] == ["no context worker"]
     assert ready.json()["workers"][0]["state"] == "suspected"
+    greeter.service.state = Readiness(True, (), (worker,), ("no context worker",))  # noqa: FBT003
+    ready = await greeter.client.get("/ready")
+    assert (ready.status_code, ready.json()["ready"]) == (200, True)
+    assert ready.json()["reasons"] == ready.json()["degraded"] == ["no context worker"]
     assert (await greeter.client.get("/health")).status_code == 200
 
 

@@ -98,6 +98,10 @@ async def _status(client: httpx.AsyncClient, expected: int) -> bool:
     return (await client.get("/ready")).status_code == expected
 
 
+async def _degraded(client: httpx.AsyncClient) -> bool:
+    return bool((await client.get("/ready")).json()["degraded"])
+
+
 async def spawn(*command: str, errors: int | None = None) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable,
@@ -181,6 +185,11 @@ async def test_not_ready_says_what_is_missing_and_follows_membership(
         await asyncio.wait_for(raw.ready(), 20)
         raw.tell(MembershipUpdate(workers=(context,)))
         async with httpx.AsyncClient(base_url=raw.url) as client:
+            await poll(lambda: _degraded(client))
+            answer = await client.get("/ready")
+            assert answer.status_code == 200, "the other worker serves alone"
+            assert answer.json()["reasons"] == ["no generation worker is ready"]
+            raw.tell(MembershipUpdate(workers=()))
             await poll(lambda: _status(client, 503))
             answer = await client.get("/ready")
             assert "generation" in " ".join(answer.json()["reasons"])

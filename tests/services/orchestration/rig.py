@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -20,11 +21,12 @@ from services.orchestration.api import (
     StopRule,
     TokenDelta,
 )
-from services.orchestration.canary import CanarySettings
+from services.orchestration.canary import CANARY_SCOPE, CanarySettings
 from services.orchestration.service import Orchestrator, OrchestratorSettings
 from services.orchestration.worker_link import LinkTimings
 from tests.support.fake_tokens import fake_output
 from tests.support.fake_worker import FAKE_TOKEN, FakeScript, FakeTransfers, FakeWorker
+from worker.messages import Generate, Prefill
 
 MessageT = TypeVar("MessageT")
 
@@ -164,7 +166,14 @@ class Rig:
         return self.registry.get_sample_value(name, labels) or 0.0
 
     def received(self, kind: type[MessageT]) -> list[MessageT]:
-        return [m for worker in self.workers for m in worker.received if isinstance(m, kind)]
+        """What workers were sent, canaries aside."""
+        received = [m for worker in self.workers for m in worker.received]
+        return [
+            message
+            for message in received
+            if isinstance(message, kind)
+            and not (isinstance(message, Prefill | Generate) and message.scope == CANARY_SCOPE)
+        ]
 
     async def idle(self) -> None:
         """Every flow forgotten, every reservation released."""
@@ -179,7 +188,9 @@ async def rig(
     workers: Sequence[FakeWorker], settings: OrchestratorSettings | None = None
 ) -> AsyncIterator[Rig]:
     """Ready when entered; when left, every request must be over and every reservation released."""
-    built = Rig(workers, settings or make_settings())
+    settings = settings or make_settings()
+    instances = tuple(worker.incarnation.instance for worker in workers)
+    built = Rig(workers, replace(settings, expected_instances=instances))
     for worker in workers:
         await worker.start()
     await built.service.start()
