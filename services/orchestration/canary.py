@@ -104,7 +104,9 @@ class Canary:
                 if self._failure:
                     wait_s = self._settings.retry_s
             try:
-                await asyncio.wait_for(self._wake.wait(), wait_s)
+                # Not wait_for, which loses a cancellation that comes together with the wake.
+                async with asyncio.timeout(wait_s):
+                    await self._wake.wait()
             except TimeoutError:
                 await self._until_idle()
 
