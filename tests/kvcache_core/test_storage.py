@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -22,7 +20,7 @@ from kvcache_core.spec import (
 )
 from kvcache_core.storage import TorchStorage
 from kvcache_core.storage.types import TORCH_TYPES, element_type_of
-from tests.kvcache_core.storage_rig import DRAFT, TARGET
+from tests.kvcache_core.storage_rig import INDEX_KEY, TARGET, attention
 from tests.support.devices import DEVICES, usable
 
 SLOTS = 7
@@ -31,12 +29,6 @@ SLOTS = 7
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     return usable(request.param)
-
-
-def attention(layer_id: int, dtype: ElementType, **changes: Any) -> KVCacheLayerSpec:
-    fields: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 16, **changes}
-    owner = DRAFT if layer_id > 3 else TARGET
-    return KVCacheLayerSpec(layer_id=layer_id, owner=owner, dtype=dtype, **fields)
 
 
 def two_pool_groups() -> LayoutPlan:
@@ -50,13 +42,6 @@ def slot_array(*slots: int) -> npt.NDArray[np.int32]:
 
 
 def mixed_plan() -> LayoutPlan:
-    index = BufferSpec(
-        role=BufferRole.INDEX_KEY,
-        dtype=ElementType.BFLOAT16,
-        num_heads=1,
-        elements_per_head=24,
-        mapping=PageMapping.REPLICATED,
-    )
     conv = BufferSpec(
         role=BufferRole.CONV_STATE,
         dtype=ElementType.FLOAT16,
@@ -66,16 +51,16 @@ def mixed_plan() -> LayoutPlan:
         sections=(8, 4),
     )
     with_index = KVCacheLayerSpec(
-        **{**vars(attention(1, ElementType.FLOAT16)), "extra_buffers": (index,)}
+        **{**vars(attention(1, ElementType.FLOAT16)), "extra_buffers": (INDEX_KEY,)}
     )
     specs = [
         attention(0, ElementType.BFLOAT16),
         with_index,
         attention(2, ElementType.FLOAT8_E4M3, kv_factor=1, num_kv_heads=1, head_dim=40),
         attention(3, ElementType.PACKED4, scale_block_elements=8, head_dim=32),
-        attention(4, ElementType.FLOAT32, window=8),
-        attention(5, ElementType.BFLOAT16, tokens_per_page=4, policy=ReusePolicy.OPTIONAL),
-        recurrent_layer(6, TARGET, [conv]),
+        attention(10, ElementType.FLOAT32, window=8),
+        attention(11, ElementType.BFLOAT16, tokens_per_page=4, policy=ReusePolicy.OPTIONAL),
+        recurrent_layer(12, TARGET, [conv]),
     ]
     return LayoutPlan.derive(specs, tokens_per_block=8)
 
@@ -150,10 +135,10 @@ def test_kv_shapes_of_special_layers() -> None:
     assert storage.kv(2).shape == (SLOTS, 1, 1, 8, 40)
     assert storage.kv(3).shape == (SLOTS, 2, 2, 8, 16)
     assert storage.kv(3).dtype is torch.uint8
-    assert storage.kv(5).shape == (SLOTS, 2, 2, 2, 4, 16)
-    assert storage.buffer(6, BufferRole.CONV_STATE).shape == (SLOTS, 1, 12)
-    with pytest.raises(KeyError, match="layer 6 has no key buffer"):
-        storage.kv(6)
+    assert storage.kv(11).shape == (SLOTS, 2, 2, 2, 4, 16)
+    assert storage.buffer(12, BufferRole.CONV_STATE).shape == (SLOTS, 1, 12)
+    with pytest.raises(KeyError, match="layer 12 has no key buffer"):
+        storage.kv(12)
 
 
 def test_wrong_counts_and_types_are_refused() -> None:

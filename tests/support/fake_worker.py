@@ -144,6 +144,8 @@ class FakeWorker:
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._totals = {"prefill": 0, "decode": 0, "cached": 0, "bytes": 0, "steps": 0}
         self._port = 0
+        self._fault: FrameError | None = None
+        """What a front end sent that no front end may send."""
 
     async def start(self) -> WorkerAddress:
         """Listen on a free port of the loopback interface (the same one after a :meth:`kill`)."""
@@ -158,7 +160,10 @@ class FakeWorker:
         )
 
     async def kill(self) -> None:
-        """Die at once: listeners and connections are closed without another message."""
+        """Die at once: listeners and connections are closed without another message.
+
+        Raises AssertionError when a front end sent what it may not.
+        """
         if self._server is not None:
             self._server.close()
         for connection in tuple(self._connections):
@@ -167,6 +172,8 @@ class FakeWorker:
         if self._server is not None:
             await self._server.wait_closed()
             self._server = None
+        if self._fault is not None:
+            raise AssertionError("a front end broke the protocol") from self._fault
 
     async def restart(self) -> WorkerAddress:
         """Come back as a new incarnation with an empty cache, as a supervisor would start it."""
@@ -200,8 +207,10 @@ class FakeWorker:
                 while True:
                     message = await FRONT_END_CODEC.read(reader)
                     self._receive(connection, message)
-        except (asyncio.IncompleteReadError, ConnectionError, FrameError):
-            pass
+        except FrameError as error:
+            self._fault = error
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # the front end is gone
         finally:
             await self._end_legs(connection)
             self._connections.discard(connection)
