@@ -184,11 +184,12 @@ class _Search:
         return self._match(self._path[:0], 0, none)
 
     def _branches(self) -> Flags:
-        """Blocks of the path beside which a partial one may hold a snapshot of states.
+        """Blocks of the path beside which another may serve what the block itself cannot: one with
+        a snapshot of states, or with a windowed page that the block has lost.
 
-        For attention alone the block itself is always as good.
+        For full attention the block itself is always as good.
         """
-        if not len(self._path) or not any(c.group.life_cycle.is_state for c in self._required):
+        if not len(self._path) or all(c.group.life_cycle.is_full for c in self._required):
             return np.zeros(len(self._path), dtype=np.bool_)
         above = np.concatenate(([self._root], self._path[:-1]))
         several: Flags = self._tree.children.only[above] == SEVERAL

@@ -178,3 +178,15 @@ def test_partial_matches_come_longest_first() -> None:
         tree.insert(root, key, packed)
     found = [length for _, length in tree.partial_matches(root, pack_tokens([1, 2, 4, 9]))]
     assert found == [3, 2, 1]
+
+
+def test_a_sibling_serves_where_the_known_block_has_lost_its_pages() -> None:
+    plan = plan_of("windows only")
+    tree = PrefixTree(2, plan.tokens_per_block, 0)
+    root = tree.root(SCOPE)
+    for slot, tokens in ((-1, [0, 0, 0, 0]), (3, [0, 9])):
+        packed = pack_tokens(tokens)
+        key, _ = tree.child(root, packed)
+        tree.pages[:, tree.insert(root, key, packed)] = slot
+    found = find(plan.layer_groups, tree, root, Prompt(SCOPE, [0] * 4, plan.tokens_per_block), 4)
+    assert (found.tokens, found.content_tokens) == (1, 4)

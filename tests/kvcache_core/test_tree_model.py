@@ -43,6 +43,8 @@ SETTINGS = settings(
 )
 WEIGHTED = (*sorted(LAYOUTS), *["recurrent"] * 6)
 """States have the most to go wrong."""
+ROUNDS = 6
+"""The rarest event is missing from about one round in four; then there is more traffic."""
 REACHED = (
     "demoted",
     "onboarded",
@@ -368,9 +370,12 @@ class MatchMachine(CacheMachine):
 
 def test_the_manager_equals_its_model_and_its_match_brute_force() -> None:
     seen: Counter[str] = Counter()
-    for machine, examples in ((ModelMachine, 120), (MatchMachine, 60)):
-        counted = type(machine.__name__, (machine,), {"seen": seen})
-        run_state_machine_as_test(counted, settings=settings(SETTINGS, max_examples=examples))
+    for _ in range(ROUNDS):
+        for machine, examples in ((ModelMachine, 120), (MatchMachine, 60)):
+            counted = type(machine.__name__, (machine,), {"seen": seen})
+            run_state_machine_as_test(counted, settings=settings(SETTINGS, max_examples=examples))
+        if all(seen[name] for name in REACHED):
+            break
     print(dict(seen))
     assert seen["steps"] >= 2000
     assert [name for name in REACHED if not seen[name]] == []
