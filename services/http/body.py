@@ -1,7 +1,8 @@
 """Reads a JSON object from a request body, or says what is wrong with it.
 
 Nothing malformed reaches a schema: size, arrival time, content type, encoding, depth, NaN and lone
-surrogates are checked here, before or while the bytes are parsed.
+surrogates are checked here, before or while the bytes are parsed; then how many items there are,
+because a schema looks at each on the event loop that all requests share.
 """
 
 from __future__ import annotations
@@ -43,7 +44,30 @@ async def read_json_object(request: Request, settings: HttpSettings) -> dict[str
         raise invalid(
             f"request body: expected a JSON object, got {_kind(value)}", code="invalid_json"
         )
+    _check_items(value, settings.max_items)
     return value
+
+
+def _check_items(body: dict[str, Any], most: int) -> None:
+    """The prompts of a completion are bounded by what the model holds, not here."""
+    for name, value in body.items():
+        if name == "prompt" or not isinstance(value, list | dict):
+            continue
+        if len(value) > most:
+            raise _too_many_items(name, len(value), most)
+        if name == "messages":
+            for place, message in enumerate(value):
+                content = message.get("content") if isinstance(message, dict) else None
+                if isinstance(content, list) and len(content) > most:
+                    raise _too_many_items(f"messages[{place}].content", len(content), most)
+
+
+def _too_many_items(name: str, count: int, most: int) -> ApiError:
+    return invalid(
+        f"Invalid '{name}': expected at most {most} items, got {count}.",
+        param=name,
+        code="too_many_items",
+    )
 
 
 def _check_headers(request: Request, max_bytes: int) -> None:

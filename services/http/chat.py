@@ -12,7 +12,7 @@ from services.http.answers import PromptIds
 from services.http.chat_answers import ChatAnswers
 from services.http.endpoint import ApiContext, Job, answer_body, answer_head, run_job
 from services.http.prompts import read_conversation
-from services.http.sampling import logprobs_of_chat, tokens_within
+from services.http.sampling import logprobs_of_chat, within_context
 from services.http.schemas import parse_chat
 from services.text.detokenizer import Detokenizer
 
@@ -32,11 +32,10 @@ async def _answer(context: ApiContext, http: Request, body: dict[str, Any]) -> R
     request = parse_chat(body)
     bounds = context.bounds(request.model)
     conversation = read_conversation(request, body)
-    tokens = await tokens_within(
-        request,
-        bounds.limits,
-        context.text.encode_chat(conversation, limit=bounds.limits.max_sequence_tokens),
-    )
+    with within_context(request, bounds.limits):
+        tokens = await context.text.encode_chat(
+            conversation, limit=bounds.limits.max_sequence_tokens
+        )
     job = Job(
         request=request,
         bounds=bounds,

@@ -12,9 +12,9 @@ from services.http.answers import PromptIds
 from services.http.completion_answers import CompletionAnswers
 from services.http.endpoint import ApiContext, Job, answer_body, answer_head, run_job
 from services.http.errors import invalid
-from services.http.prompts import Prompt, read_prompts
-from services.http.sampling import choices_per_prompt, tokens_within
-from services.http.schemas import CompletionRequest, parse_completion
+from services.http.prompts import Prompt, count_prompts, read_prompts
+from services.http.sampling import choices_per_prompt, within_context
+from services.http.schemas import parse_completion
 from services.orchestration.api import ModelLimits
 from services.text.detokenizer import Detokenizer
 from services.text.tokenizer import TokenIds
@@ -40,9 +40,10 @@ async def _answer(context: ApiContext, http: Request, body: dict[str, Any]) -> R
             param="prompt",
             code="missing_required_parameter",
         )
-    given = read_prompts(request.prompt, bounds.limits.vocab_size)
-    choices_per_prompt(request, len(given), context.settings)
-    prompts = [await _encoded(context, request, bounds.limits, prompt) for prompt in given]
+    choices_per_prompt(request, count_prompts(request.prompt), context.settings)
+    with within_context(request, bounds.limits):
+        given = read_prompts(request.prompt, bounds.limits)
+        prompts = [await _encoded(context, prompt, bounds.limits) for prompt in given]
     job = Job(
         request=request,
         bounds=bounds,
@@ -60,16 +61,10 @@ async def _answer(context: ApiContext, http: Request, body: dict[str, Any]) -> R
     )
 
 
-async def _encoded(
-    context: ApiContext, request: CompletionRequest, limits: ModelLimits, prompt: Prompt
-) -> TokenIds:
+async def _encoded(context: ApiContext, prompt: Prompt, limits: ModelLimits) -> TokenIds:
     if not isinstance(prompt, str):
         return prompt
-    tokens = await tokens_within(
-        request,
-        limits,
-        context.text.encode_prompt(prompt, limit=limits.max_sequence_tokens),
-    )
+    tokens = await context.text.encode_prompt(prompt, limit=limits.max_sequence_tokens)
     if not len(tokens):
         raise invalid(
             "Invalid 'prompt': expected at least one token, got text without any.",

@@ -17,14 +17,14 @@ from services.orchestration.api import GenerationService
 
 
 def health_router(service: GenerationService) -> APIRouter:
-    """``GET /health`` and ``GET /ready``."""
+    """``GET`` and ``HEAD`` of ``/health`` and ``/ready``."""
     router = APIRouter()
 
-    @router.get("/health")
+    @router.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         return json_response({"status": "ok"})
 
-    @router.get("/ready")
+    @router.api_route("/ready", methods=["GET", "HEAD"])
     async def ready() -> Response:
         readiness = service.readiness()
         content = {

@@ -14,8 +14,9 @@ import numpy as np
 
 from services.http.errors import ApiError, invalid
 from services.http.schemas import ChatCompletionRequest
+from services.orchestration.api import ModelLimits
 from services.text.chat_template import Conversation
-from services.text.tokenizer import TokenIds
+from services.text.tokenizer import TokenIds, TooManyTokens
 
 Prompt = str | TokenIds
 
@@ -23,24 +24,34 @@ _TEXT_PARTS: Final = {"text": "text", "refusal": "refusal", "input_text": "text"
 """Kinds of content parts that are text, with the key it stands under."""
 
 
-def read_prompts(value: Any, vocab_size: int) -> list[Prompt]:
-    """Prompts of ``value``, in order, none of them empty. Raises ApiError."""
+def count_prompts(value: Any) -> int:
+    """How many prompts ``value`` is, without a look at all of it. Raises ApiError."""
     if isinstance(value, str):
-        return [_text(value)]
+        return 1
     if not isinstance(value, list):
         raise _bad_prompt("expected a string, a list of strings, token ids or a list of token ids")
     if not value:
         raise _bad_prompt("expected at least one token, got an empty list")
+    return len(value) if isinstance(value[0], str | list) else 1
+
+
+def read_prompts(value: Any, limits: ModelLimits) -> list[Prompt]:
+    """Prompts of ``value``, which :func:`count_prompts` has seen, in order, none of them empty.
+
+    Raises ApiError, or TooManyTokens for ids that the model cannot hold.
+    """
+    if isinstance(value, str):
+        return [_text(value)]
     if isinstance(value[0], str | list):
-        return [_one_of_several(item, vocab_size) for item in value]
-    return [_ids(value, vocab_size)]
+        return [_one_of_several(item, limits) for item in value]
+    return [_ids(value, limits)]
 
 
-def _one_of_several(item: Any, vocab_size: int) -> Prompt:
+def _one_of_several(item: Any, limits: ModelLimits) -> Prompt:
     if isinstance(item, str):
         return _text(item)
     if isinstance(item, list):
-        return _ids(item, vocab_size)
+        return _ids(item, limits)
     raise _bad_prompt("expected every prompt to be a string or a list of token ids")
 
 
@@ -50,13 +61,15 @@ def _text(value: str) -> str:
     return value
 
 
-def _ids(value: list[Any], vocab_size: int) -> TokenIds:
+def _ids(value: list[Any], limits: ModelLimits) -> TokenIds:
     if not value:
         raise _bad_prompt("expected at least one token, got an empty list")
+    if len(value) > limits.max_sequence_tokens:
+        raise TooManyTokens(len(value), limits.max_sequence_tokens)
     if not _are_ints(value):
         raise _bad_prompt("expected token ids to be integers")
-    if min(value) < 0 or max(value) >= vocab_size:
-        raise _bad_prompt(f"expected token ids in [0, {vocab_size})")
+    if min(value) < 0 or max(value) >= limits.vocab_size:
+        raise _bad_prompt(f"expected token ids in [0, {limits.vocab_size})")
     return np.asarray(value, dtype=np.int32)
 
 

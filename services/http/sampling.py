@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -25,7 +26,7 @@ from services.http.schemas import ChatCompletionRequest, CompletionRequest, Samp
 from services.http.settings import HttpSettings
 from services.orchestration.api import ModelLimits, SamplingParams, StopRule
 from services.text.stop_strings import StopStrings
-from services.text.tokenizer import TokenIds, TooManyTokens
+from services.text.tokenizer import TooManyTokens
 
 NumberT = TypeVar("NumberT", int, float)
 
@@ -130,12 +131,11 @@ def max_output_tokens(request: SamplingFields, prompt_tokens: int, limits: Model
     return asked
 
 
-async def tokens_within(
-    request: SamplingFields, limits: ModelLimits, encoding: Awaitable[TokenIds]
-) -> TokenIds:
-    """What ``encoding`` gives, or ApiError where it was refused as too long for the model."""
+@contextmanager
+def within_context(request: SamplingFields, limits: ModelLimits) -> Iterator[None]:
+    """Raises ApiError where a prompt is refused inside as too long for the model."""
     try:
-        return await encoding
+        yield
     except TooManyTokens as error:
         asked = _asked_tokens(request) or 1
         raise context_certainly_exceeded(

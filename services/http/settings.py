@@ -10,6 +10,8 @@ class HttpSettings:
     """Every bound on what a client may send or make the server wait for."""
 
     max_body_bytes: int = 8 << 20
+    max_items: int = 16384
+    """Of one list or object in a request body, token ids aside: checking them takes time of all."""
     body_timeout_s: float = 60.0
     """Within which a request body must have arrived."""
     request_timeout_s: float = 600.0

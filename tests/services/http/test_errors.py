@@ -402,3 +402,45 @@ async def test_what_cannot_fit_is_refused_before_it_is_tokenized(
     assert "maximum context length is 256 tokens" in error["message"]
     assert f"in the {param}, 7 in the completion" in error["message"]
     assert "at least" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "body"),
+    [
+        (CHAT, "messages", chat(messages=[USER] * 41)),
+        (CHAT, "messages", chat(messages=[7] * 41)),
+        (
+            CHAT,
+            "messages[1].content",
+            chat(messages=[USER, {**USER, "content": [{"type": "text", "text": "a"}] * 41}]),
+        ),
+        (CHAT, "tools", chat(tools=[{}] * 41)),
+        (CHAT, "logit_bias", chat(logit_bias={str(token): 0 for token in range(41)})),
+        (COMPLETIONS, "stop_token_ids", completion(stop_token_ids=[1] * 41)),
+        (COMPLETIONS, "stop", completion(stop=["a"] * 41)),
+        (COMPLETIONS, "nobody_knows_this", completion(nobody_knows_this=[1] * 41)),
+    ],
+)
+async def test_lists_that_would_take_long_to_check_are_refused_by_length(
+    start: StartFrontEnd, path: str, field: str, body: dict[str, Any]
+) -> None:
+    async with start(settings=HttpSettings(max_items=40)) as served:
+        error = check(await served.client.post(path, json=body), 400)
+        assert (error["code"], error["param"]) == ("too_many_items", field)
+        assert "at most 40 items, got 41" in error["message"]
+
+
+async def test_prompts_are_bounded_by_the_model_and_not_by_the_length_of_lists(
+    start: StartFrontEnd,
+) -> None:
+    async with start(settings=HttpSettings(max_items=40, max_choices=2)) as served:
+        fits = await served.client.post(COMPLETIONS, json=completion(prompt=[5] * 200))
+        assert fits.status_code == 200
+        # Nobody looks at what the lists hold: None is neither a token nor a prompt.
+        ids = check(
+            await served.client.post(COMPLETIONS, json=completion(prompt=[None] * 300)), 400
+        )
+        assert (ids["code"], ids["param"]) == ("context_length_exceeded", "prompt")
+        texts: list[Any] = ["a", None, None]
+        several = check(await served.client.post(COMPLETIONS, json=completion(prompt=texts)), 400)
+        assert (several["code"], several["param"]) == ("integer_above_max_value", "prompt")

@@ -67,6 +67,9 @@ async def test_the_same_request_id_many_times(start: StartFrontEnd) -> None:
 
 async def test_liveness_and_readiness(greeter: FrontEnd) -> None:
     assert (await greeter.client.get("/health")).json() == {"status": "ok"}
+    for path in ("/health", "/ready"):  # what some load balancers ask
+        head = await greeter.client.head(path)
+        assert (head.status_code, head.content) == (200, b"")
     ready = await greeter.client.get("/ready")
     assert (ready.status_code, ready.json()["ready"]) == (200, True)
     worker = WorkerStatus(
