@@ -7,6 +7,7 @@ or the next deadline.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Values
 from dataclasses import dataclass
 
@@ -43,6 +44,8 @@ from worker.requests import Sequence
 from worker.survey import Survey
 
 GAUGES_EVERY_MS = 100
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +231,9 @@ class Engine:
         if gauges != self._gauges:
             self._gauges = gauges
             self._parts.output.broadcast(StepOutput(gauges=gauges))
+        line = self._parts.manager.report(now_ms)
+        if line is not None:
+            logger.info(line)
 
     def _sleep_ms(self) -> int | None:
         timer = self.next_timer_ms()

@@ -23,6 +23,7 @@ def read_gauges(desk: Desk, trouble: str) -> WorkerGauges:
     waiting = sum(leg.state in _WAITING for leg in desk.legs)
     counters = desk.counters
     blocks = desk.manager.block_counts()
+    totals = desk.manager.totals()
     return WorkerGauges(
         ready=not trouble,
         reason=trouble or _refusals(desk.transfers.refusals),
@@ -41,6 +42,10 @@ def read_gauges(desk: Desk, trouble: str) -> WorkerGauges:
         transferred_blocks_total=counters.transferred_blocks,
         preemptions_total=counters.preemptions,
         steps_total=counters.steps,
+        host_cached_tokens_total=totals.host_cached_tokens,
+        evicted_pages_total=totals.evicted_pages,
+        demoted_pages_total=totals.demoted_pages,
+        onboarded_pages_total=totals.onboarded_pages,
     )
 
 

@@ -38,6 +38,7 @@ from worker.engine import Engine
 from worker.facts import rank_info
 from worker.inbox import Inbox, Shutdown
 from worker.io_thread import IoThread
+from worker.log import configure_logging
 from worker.page_memory import StoragePages
 from worker.server import FrontEndServer
 
@@ -263,7 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--config-json", required=True, help="a WorkerConfig; - for stdin")
     given = parser.parse_args(arguments).config_json
     text = sys.stdin.readline() if given == "-" else given
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    configure_logging()
     faulthandler.enable()
     process = WorkerProcess(
         WorkerConfig.model_validate_json(text), lambda line: print(line, file=sys.stderr)

@@ -249,6 +249,10 @@ class WorkerGauges(Message):
     transferred_blocks_total: int
     preemptions_total: int
     steps_total: int
+    host_cached_tokens_total: int
+    evicted_pages_total: int
+    demoted_pages_total: int
+    onboarded_pages_total: int
 
 
 class StepOutput(Message):

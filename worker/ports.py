@@ -82,6 +82,19 @@ class BlockCounts:
     cached: int
 
 
+@dataclass(frozen=True, slots=True)
+class CacheTotals:
+    """What the cache did since it was made; pages of all layer groups."""
+
+    host_cached_tokens: int
+    """Tokens found in blocks of which a page lay in host memory."""
+    evicted_pages: int
+    demoted_pages: int
+    """Moved to host memory for room."""
+    onboarded_pages: int
+    """Brought back from host memory."""
+
+
 class CacheManager(Protocol):
     """The pages of this worker."""
 
@@ -100,6 +113,11 @@ class CacheManager(Protocol):
         """Slots per pool group that are not in quarantine."""
 
     def block_counts(self) -> BlockCounts: ...
+
+    def totals(self) -> CacheTotals: ...
+
+    def report(self, now_ms: int) -> str | None:
+        """A line for the log about what the cache did; None while none is due."""
 
     def run_step(self, step: int, slices: Sequence[Slice]) -> None:
         """This step is computed now, on every rank."""

@@ -13,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
+from kvcache_core.counters_report import CountersReport
 from kvcache_core.lease import PageLease
 from kvcache_core.manager import UnifiedKVCacheManager
 from kvcache_core.sequence import SequenceCache
 from transfer.lease import TransferLease
 from worker.oplog import BlockTables
-from worker.ports import BlockCounts, CacheManager, CacheSequence, Slice
+from worker.ports import BlockCounts, CacheManager, CacheSequence, CacheTotals, Slice
 
 
 class RankSequence(CacheSequence):
@@ -113,6 +114,7 @@ class RankManager(CacheManager):
         self._manager = manager
         self._groups = range(len(manager.plan.layer_groups))
         self._names = count(1)
+        self._report = CountersReport()
 
     def mint(self) -> int:
         """A new name for a sequence or a lease."""
@@ -143,6 +145,20 @@ class RankManager(CacheManager):
     def block_counts(self) -> BlockCounts:
         scarcest = min(self._manager.usage(), key=lambda usage: usage.available)
         return BlockCounts(scarcest.total, scarcest.available, scarcest.cached)
+
+    @override
+    def totals(self) -> CacheTotals:
+        counters = self._manager.counters
+        return CacheTotals(
+            host_cached_tokens=counters.host_matched_tokens,
+            evicted_pages=counters.pages_evicted,
+            demoted_pages=counters.pages_demoted,
+            onboarded_pages=counters.pages_onboarded,
+        )
+
+    @override
+    def report(self, now_ms: int) -> str | None:
+        return self._report.line(self._manager.counters, now_ms)
 
     @override
     def run_step(self, step: int, slices: Values[Slice]) -> None:

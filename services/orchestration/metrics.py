@@ -49,6 +49,22 @@ WORKER_TOTALS: Final[dict[str, tuple[str, Callable[[WorkerGauges], int]]]] = {
         lambda gauges: gauges.preemptions_total,
     ),
     "pageferry_worker_steps": ("Engine steps", lambda gauges: gauges.steps_total),
+    "pageferry_worker_host_cached_tokens": (
+        "Prompt tokens that workers found in blocks with a page in host memory",
+        lambda gauges: gauges.host_cached_tokens_total,
+    ),
+    "pageferry_worker_evicted_pages": (
+        "Pages lost from the prefix cache for room",
+        lambda gauges: gauges.evicted_pages_total,
+    ),
+    "pageferry_worker_demoted_pages": (
+        "Pages moved to host memory for room",
+        lambda gauges: gauges.demoted_pages_total,
+    ),
+    "pageferry_worker_onboarded_pages": (
+        "Pages brought back from host memory",
+        lambda gauges: gauges.onboarded_pages_total,
+    ),
 }
 
 WORKER_GAUGES: Final[dict[str, tuple[str, Callable[[WorkerStatus], int]]]] = {

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,9 +14,29 @@ from services.default_model import resolve
 from services.errors import ModelError
 from tests.e2e.client import Client
 from tests.support.launched_service import LaunchedService
+from tests.support.models import write_tiny_model
 from tests.support.requirements import without_model
 
 SMALL_CACHE = ("--kv-cache-bytes", "1280MiB", "--device", "cpu")
+
+
+TinyModels = Callable[[str], tuple[Path, Path]]
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    """By family, a tiny random model and its exported tokenizer."""
+    directory = tmp_path_factory.mktemp("tiny")
+
+    @cache
+    def make(family: str) -> tuple[Path, Path]:
+        model = write_tiny_model(family, directory)
+        exported = directory / f"{family}-tokenizer"
+        command = [sys.executable, "-m", "worker.model.export_tokenizer", str(model), str(exported)]
+        subprocess.run(command, check=True)
+        return model, exported
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.client import Client
+from tests.e2e.conftest import TinyModels
 from tests.e2e.direct import direct_cluster
-from tests.support.models import write_tiny_model
 from tests.support.oracle import ReferenceModel, check_equal
 from worker.messages import SamplingParams
 
@@ -23,16 +21,8 @@ BLOCK = 16
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A tiny random model and its exported tokenizer."""
-    directory = tmp_path_factory.mktemp("tiny")
-    model = write_tiny_model("llama", directory)
-    exported = directory / "exported"
-    subprocess.run(
-        [sys.executable, "-m", "worker.model.export_tokenizer", str(model), str(exported)],
-        check=True,
-    )
-    return model, exported
+def tiny(tiny_models: TinyModels) -> tuple[Path, Path]:
+    return tiny_models("llama")
 
 
 def test_token_one_comes_first_and_once_over_a_slow_context_connection(

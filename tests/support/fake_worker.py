@@ -473,4 +473,8 @@ class FakeWorker:
             transferred_blocks_total=0,
             preemptions_total=0,
             steps_total=self._totals["steps"],
+            host_cached_tokens_total=0,
+            evicted_pages_total=0,
+            demoted_pages_total=0,
+            onboarded_pages_total=0,
         )

@@ -27,6 +27,10 @@ def make_gauges(total: int) -> WorkerGauges:
         transferred_blocks_total=total,
         preemptions_total=0,
         steps_total=total,
+        host_cached_tokens_total=0,
+        evicted_pages_total=0,
+        demoted_pages_total=0,
+        onboarded_pages_total=0,
     )
 
 

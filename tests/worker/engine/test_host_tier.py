@@ -98,3 +98,30 @@ def test_many_at_once_on_small_pools_finish(seed: int) -> None:
     for name, prompt in prompts.items():
         tokens = world.choices[name, 0].tokens
         assert tokens == expected(prompt, max_tokens=len(tokens))
+
+
+def test_what_the_cache_did_is_told_to_front_ends_and_to_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="worker.engine")
+    world = SimWorld()
+    worker = world.worker("w", SHAPE)
+    turns(world, lambda name, prompt: world.send(worker, generate(name, prompt, max_tokens=3)))
+    counters, gauges = worker.manager.counters, worker.gauges
+    assert gauges is not None
+    assert (
+        gauges.host_cached_tokens_total,
+        gauges.evicted_pages_total,
+        gauges.demoted_pages_total,
+        gauges.onboarded_pages_total,
+    ) == (
+        counters.host_matched_tokens,
+        counters.pages_evicted,
+        counters.pages_demoted,
+        counters.pages_onboarded,
+    )
+    assert counters.pages_demoted > 0
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines
+    assert all(line.startswith("kv cache: ") for line in lines)
+    assert "sequences_opened=1" in lines[0]
