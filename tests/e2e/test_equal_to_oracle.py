@@ -83,9 +83,11 @@ def ask(client: Client, case: Case, temperature: float) -> Answer:
     return Answer(case, params, tuple(prompt), outputs, cached, tuple(texts))
 
 
-def judge(model: ReferenceModel, answers: Sequence[Answer]) -> list[tuple[str, OracleReport]]:
-    """One report for every distinct (prompt, output)."""
-    reports: dict[tuple[object, ...], tuple[str, OracleReport]] = {}
+Reports = dict[tuple[object, ...], tuple[str, OracleReport]]
+
+
+def judge(model: ReferenceModel, answers: Sequence[Answer], reports: Reports) -> None:
+    """Add a report for every distinct (prompt, output) that has none yet."""
     for answer in answers:
         for choice, output in enumerate(answer.outputs):
             key = (answer.prompt, output, answer.params, choice)
@@ -93,7 +95,6 @@ def judge(model: ReferenceModel, answers: Sequence[Answer]) -> list[tuple[str, O
                 name = f"{answer.case.name}[{choice}] at {answer.params.temperature}"
                 report = check_equal(model, answer.prompt, output, answer.params, choice=choice)
                 reports[key] = (name, report)
-    return list(reports.values())
 
 
 @pytest.fixture(scope="module")
@@ -108,14 +109,18 @@ def test_fifty_prompts_cold_and_warm(
     assert len(ids) >= 2 * max(LENGTHS)
     wanted = list(itertools.product(cases(ids), TEMPERATURES))
     assert len(wanted) == 100
+    judged: Reports = {}
     with ThreadPoolExecutor(AT_ONCE) as pool:
         cold = list(pool.map(lambda pair: ask(client, *pair), wanted))
-        warm = list(pool.map(lambda pair: ask(client, *pair), wanted))
+        asked_again = pool.map(lambda pair: ask(client, *pair), wanted)
+        judge(reference, cold, judged)  # while the warm answers are made
+        warm = list(asked_again)
+    judge(reference, warm, judged)
+    reports = list(judged.values())
     assert [a.cached_tokens for a in cold] == [0] * len(cold)
     for answer in warm:
         # The last token is always computed, for its logits.
         assert answer.cached_tokens >= (len(answer.prompt) - 1) // 64 * 64
-    reports = judge(reference, [*cold, *warm])
     wrong = [f"{name}: {report}" for name, report in reports if not report.ok]
     assert wrong == []
     positions = sum(report.positions for _, report in reports)

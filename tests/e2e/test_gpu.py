@@ -75,6 +75,12 @@ class Running:
 
 
 @pytest.fixture(scope="module")
+def cuda() -> str:
+    """The device. First of all fixtures, so that a skip costs nothing."""
+    return usable("cuda")
+
+
+@pytest.fixture(scope="module")
 def tokenizer(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     exported = tmp_path_factory.mktemp("tokenizer") / "exported"
     command = [sys.executable, "-m", "worker.model.export_tokenizer", str(smollm2), str(exported)]
@@ -125,12 +131,13 @@ def start(cluster: DirectCluster, dtype: str, **roles: WorkerRole) -> None:
 @pytest.fixture(scope="module", params=BOUND)
 def running(
     request: pytest.FixtureRequest,
+    cuda: str,
     smollm2: Path,
     tokenizer: Path,
     corpus: list[int],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Running]:
-    reference = ReferenceModel(smollm2, usable("cuda"), request.param)
+    reference = ReferenceModel(smollm2, cuda, request.param)
     bound = BOUND[request.param]
     if request.param == "bfloat16":
         aggregated: Spread = request.getfixturevalue("aggregated")
@@ -159,9 +166,9 @@ def stop_and_read(cluster: DirectCluster) -> None:
 
 
 @pytest.fixture(scope="module")
-def aggregated(smollm2: Path, tokenizer: Path, corpus: list[int]) -> Spread:
+def aggregated(cuda: str, smollm2: Path, tokenizer: Path, corpus: list[int]) -> Spread:
     """What bfloat16 alone costs, without any transfer."""
-    reference = ReferenceModel(smollm2, usable("cuda"), "bfloat16")
+    reference = ReferenceModel(smollm2, cuda, "bfloat16")
     with direct_cluster(smollm2, tokenizer) as cluster:
         cluster.start_worker(
             "aggregated",
