@@ -14,7 +14,7 @@ import numpy as np
 
 from kvcache_core.errors import invariant
 from kvcache_core.hashing import TOKEN_BYTES
-from kvcache_core.slots import Slots, index_of
+from kvcache_core.slots import Rows
 
 NEIGHBOURS = 8
 """Children looked at on either side of a query, at most."""
@@ -67,9 +67,9 @@ class ChildIndex:
         self.counts = np.concatenate((self.counts, np.zeros(more, dtype=np.int32)))
         self.only = np.concatenate((self.only, np.full(more, NONE, dtype=np.int32)))
 
-    def link_chain(self, nodes: Slots) -> None:
+    def link_chain(self, nodes: Rows) -> None:
         """Each of ``nodes`` but the first becomes the only child of the one before."""
-        above = index_of(nodes[:-1])
+        above = nodes[:-1]
         self.counts[above] = 1
         self.only[above] = nodes[1:]
 
@@ -102,10 +102,12 @@ class ChildIndex:
             self.only[parent] = branch.nodes[0]
             del self._branches[parent]
 
-    def unlink_chain(self, nodes: Slots) -> None:
+    def unlink_chain(self, nodes: Rows) -> None:
         """All children of ``nodes`` are gone."""
-        for parent in nodes[self.only[nodes] == SEVERAL].tolist():
-            del self._branches[parent]
+        several = self.only[nodes] == SEVERAL
+        if np.count_nonzero(several):
+            for parent in nodes[several].tolist():
+                del self._branches[parent]
         self.counts[nodes] = 0
         self.only[nodes] = NONE
 

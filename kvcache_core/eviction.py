@@ -1,8 +1,8 @@
 """The order in which cached pages are lost: lowest priority first, then least recently cached.
 
-Pages enter in batches and leave lazily: a page that is used again only loses its ``cached`` mark,
-and a batch skips members whose mark or stamp is not its own. So caching and using a thousand pages
-costs a few array operations, and evicting ``n`` pages costs in proportion to ``n``.
+Pages enter in batches and leave lazily: a page that is used again only loses its stamp, and a batch
+skips members whose stamp is not its own. So caching and using a thousand pages costs a few array
+operations, and evicting ``n`` pages costs in proportion to ``n``.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_core.slots import Slots, index_of
+from kvcache_core.slots import Numbers, Rows, rows_of
 
-NO_PAGES = np.empty(0, dtype=np.int32)
+NO_PAGES: Rows = np.empty(0, dtype=np.intp)
+NOT_CACHED = 0
 FRONT = 64
 """Members of a batch that are looked at together."""
 SLACK = 4096
@@ -26,21 +27,20 @@ class _Batch:
 
     __slots__ = ("pages", "stamp", "start")
 
-    def __init__(self, stamp: int, pages: Slots) -> None:
+    def __init__(self, stamp: int, pages: Rows) -> None:
         self.stamp = stamp
         self.pages = pages
         self.start = 0
 
 
 class EvictionQueue:
-    """Cached pages of one tier. ``cached`` and ``stamps`` are indexed by page and shared with the
-    pool.
+    """Cached pages of one tier. ``stamps`` is indexed by page and shared with the pool: the number
+    of the batch with which a page was cached, NOT_CACHED for one that is not.
     """
 
-    __slots__ = ("_cached", "_entries", "_levels", "_next_stamp", "_stamps", "count")
+    __slots__ = ("_entries", "_levels", "_next_stamp", "_stamps", "count")
 
-    def __init__(self, cached: npt.NDArray[np.bool_], stamps: npt.NDArray[np.int64]) -> None:
-        self._cached = cached
+    def __init__(self, stamps: npt.NDArray[np.int64]) -> None:
         self._stamps = stamps
         self._levels: dict[int, deque[_Batch]] = {}
         self._next_stamp = 0
@@ -48,19 +48,17 @@ class EvictionQueue:
         self.count = 0
         """Pages that are cached."""
 
-    def push(self, pages: Slots, priorities: npt.NDArray[np.uint8]) -> None:
+    def push(self, pages: Rows, priorities: npt.NDArray[np.uint8]) -> None:
         """Cache pages; of equal priority the first is lost first."""
         if not len(pages):
             return
         self._next_stamp += 1
-        rows = index_of(pages)
-        self._cached[rows] = True
-        self._stamps[rows] = self._next_stamp
+        self._stamps[pages] = self._next_stamp
         self.count += len(pages)
         self._entries += len(pages)
-        lowest, highest = int(priorities.min()), int(priorities.max())
-        if lowest == highest:
-            self._level(lowest).append(_Batch(self._next_stamp, pages))
+        first = priorities[0]
+        if not np.count_nonzero(priorities != first):
+            self._level(int(first)).append(_Batch(self._next_stamp, pages))
         else:
             for priority in np.unique(priorities).tolist():
                 members = pages[priorities == priority]
@@ -68,23 +66,24 @@ class EvictionQueue:
         if self._entries > 2 * self.count + SLACK:
             self._sweep()
 
-    def remove(self, pages: Slots) -> None:
+    def remove(self, pages: Numbers) -> None:
         """These cached pages are cached no more."""
-        self._cached[index_of(pages)] = False
+        self._stamps[rows_of(pages)] = NOT_CACHED
         self.count -= len(pages)
 
-    def first(self, count: int) -> Slots:
+    def first(self, count: int) -> Rows:
         """At least one and at most ``count`` pages to lose next, of one priority and in order; they
         stay cached. There must be a cached page.
         """
-        found: list[Slots] = []
+        found: list[Rows] = []
         missing = count
         for priority in sorted(self._levels):
             level = self._levels[priority]
             for batch in level:
                 members = self._front(batch, missing)
-                found.append(members)
-                missing -= len(members)
+                if len(members):
+                    found.append(members)
+                    missing -= len(members)
                 if not missing:
                     break
             while level and level[0].start == len(level[0].pages):
@@ -93,23 +92,26 @@ class EvictionQueue:
                 del self._levels[priority]
             if missing < count:
                 break
-        return found[0] if len(found) == 1 else np.concatenate([NO_PAGES, *found])
+        return _joined(found)
 
-    def _front(self, batch: _Batch, count: int) -> Slots:
+    def _front(self, batch: _Batch, count: int) -> Rows:
         """The first members of a batch that are still cached, at most ``count``."""
-        found: list[Slots] = []
+        found: list[Rows] = []
         place = batch.start
         while count and place < len(batch.pages):
             span = batch.pages[place : place + max(count, FRONT)]
             place += len(span)
-            members = span[self._valid(batch.stamp, span)][:count]
-            if not found and not len(members):
-                self._entries -= place - batch.start
-                batch.start = place
-                continue
-            found.append(members)
-            count -= len(members)
-        return found[0] if len(found) == 1 else np.concatenate([NO_PAGES, *found])
+            valid = self._valid(batch.stamp, span)
+            alive = np.count_nonzero(valid)
+            if alive < len(span) and not found:
+                gone = int(valid.argmax()) if alive else len(span)
+                batch.start += gone
+                self._entries -= gone
+            if alive:
+                members = span if alive == len(span) else span[valid]
+                found.append(members[:count])
+                count -= len(found[-1])
+        return _joined(found)
 
     def ordered(self) -> list[int]:
         """All cached pages, the next to lose first. For checks."""
@@ -123,11 +125,11 @@ class EvictionQueue:
     def _level(self, priority: int) -> deque[_Batch]:
         return self._levels.setdefault(priority, deque())
 
-    def _valid(self, stamp: int, pages: Slots) -> npt.NDArray[np.bool_]:
-        valid: npt.NDArray[np.bool_] = self._cached[pages] & (self._stamps[pages] == stamp)
+    def _valid(self, stamp: int, pages: Rows) -> npt.NDArray[np.bool_]:
+        valid: npt.NDArray[np.bool_] = self._stamps[pages] == stamp
         return valid
 
-    def _rest(self, batch: _Batch) -> Slots:
+    def _rest(self, batch: _Batch) -> Rows:
         pages = batch.pages[batch.start :]
         return pages[self._valid(batch.stamp, pages)]
 
@@ -144,3 +146,9 @@ class EvictionQueue:
                 self._levels[priority] = kept
             else:
                 del self._levels[priority]
+
+
+def _joined(parts: list[Rows]) -> Rows:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else NO_PAGES

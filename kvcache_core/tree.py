@@ -20,12 +20,14 @@ from kvcache_core.children import ChildIndex, common_tokens, nearest
 from kvcache_core.errors import invariant
 from kvcache_core.hashing import TOKEN_BYTES, Prompt, child_key, root_key
 from kvcache_core.pages import NO_NODE, NO_PAGE
-from kvcache_core.slots import Index, Slots, index_of
+from kvcache_core.slots import Rows, Slots, rows_of, runs_of
 
 FIRST_CAPACITY = 1024
 Flags = npt.NDArray[np.bool_]
 WALK_BLOCKS = 64
 """Keys looked up together."""
+LONG_RUN = 16
+"""Blocks in a row for which one copy of them all costs less than one of each."""
 
 
 class PrefixTree:
@@ -44,7 +46,8 @@ class PrefixTree:
         self.length = np.zeros(capacity, dtype=np.int32)
         self.tips = np.zeros(capacity, dtype=np.int32)
         self.attached = np.zeros(capacity, dtype=np.bool_)
-        self._marks = np.zeros(capacity, dtype=np.bool_)
+        self._marks = np.zeros(capacity + 1, dtype=np.bool_)
+        """False but while a method works; the last one, which is NO_NODE's, always."""
         self.children = ChildIndex(capacity)
         self._keys = np.empty(capacity, dtype=np.object_)
         """The very objects that are keys of the dictionary. Python's collector does not look into
@@ -98,7 +101,7 @@ class PrefixTree:
 
     def are_bare(self, nodes: Slots) -> Flags:
         """For each of ``nodes`` whether nobody needs it: :meth:`is_needed` for many."""
-        rows = index_of(nodes)
+        rows = rows_of(nodes)
         used = self.children.counts[rows] + self.tips[rows]
         bare: Flags = (used == 0) & (self.pages[:, rows] == NO_PAGE).all(0)
         return bare
@@ -132,13 +135,13 @@ class PrefixTree:
     def insert_chain(self, parent: int, keys: Sequence[bytes], packed: bytes) -> Slots:
         """New full blocks without pages, each below the one before; none of them is there."""
         nodes = self._number(len(keys))
-        rows = index_of(nodes)
-        self.parent[rows] = np.concatenate(([parent], nodes[:-1]))
+        rows = rows_of(nodes)
+        self.parent[rows[0]] = parent
+        self.parent[rows[1:]] = nodes[:-1]
         self.length[rows] = self._tokens_per_block
-        self._tokens[rows] = np.frombuffer(packed, dtype=np.uint8).reshape(len(keys), self._size)
-        self._keys[rows] = keys
+        self._fill(nodes, keys, packed)
         self._by_key.update(zip(keys, nodes.tolist(), strict=True))
-        self.children.link_chain(nodes)
+        self.children.link_chain(rows)
         self._link(parent, int(nodes[0]), packed[: self._size])
         return nodes
 
@@ -210,14 +213,16 @@ class PrefixTree:
                     yield self.key(above), keys
                     waiting.append(node)
 
-    def detach(self, nodes: Slots, inside: Flags) -> list[bytes]:
+    def detach(self, nodes: Rows, inside: Flags) -> list[bytes]:
         """Take blocks out with all their descendants, which ``nodes`` contains; their pages must
         have been forgotten. ``inside`` tells whose parent is one of them. Returns the keys of the
         full ones.
         """
-        rows = index_of(nodes)
-        invariant(self.attached[rows].all(), "a block can be detached only once")
-        self.attached[rows] = False
+        invariant(
+            np.count_nonzero(self.attached[nodes]) == len(nodes),
+            "a block can be detached only once",
+        )
+        self.attached[nodes] = False
         above = nodes[~inside]
         for node, parent in zip(above.tolist(), self.parent[above].tolist(), strict=True):
             if parent == NO_NODE:
@@ -225,11 +230,12 @@ class PrefixTree:
             else:
                 self.children.unlink(parent, node, self.tokens(node))
         self.children.unlink_chain(nodes)
-        self._free_numbers(nodes[self.tips[rows] == 0])
-        lengths = self.length[rows]
+        tips = self.tips[nodes]
+        self._free_numbers(nodes[tips == 0] if np.count_nonzero(tips) else nodes)
+        lengths = self.length[nodes]
         is_full = lengths == self._tokens_per_block
-        if is_full.all():
-            full = self._key_list(rows)
+        if np.count_nonzero(is_full) == len(nodes):
+            full = self._key_list(nodes)
             deque(map(self._by_key.pop, full), maxlen=0)
             return full
         full = self._key_list(nodes[is_full])
@@ -237,16 +243,27 @@ class PrefixTree:
         deque(map(self._by_key.pop, full + partial), maxlen=0)
         return full
 
-    def has_parent_in(self, nodes: Slots) -> Flags:
+    def has_parent_in(self, nodes: Rows) -> Flags:
         """For each of ``nodes``, which are distinct, whether its parent is one of them."""
-        rows = index_of(nodes)
-        parents = self.parent[rows]
-        self._marks[rows] = True
-        inside: Flags = self._marks[parents] & (parents != NO_NODE)
-        self._marks[rows] = False
+        self._marks[nodes] = True
+        inside: Flags = self._marks[self.parent[nodes]]
+        self._marks[nodes] = False
         return inside
 
-    def _key_list(self, nodes: Index) -> list[bytes]:
+    def _fill(self, nodes: Slots, keys: Sequence[bytes], packed: bytes) -> None:
+        """Keep the keys and tokens of new full blocks."""
+        tokens = np.frombuffer(packed, dtype=np.uint8).reshape(len(keys), self._size)
+        runs = runs_of(nodes)
+        if len(runs) * LONG_RUN > len(nodes):
+            self._tokens[nodes] = tokens
+            self._keys[nodes] = keys
+            return
+        for first, end in runs:
+            start = int(nodes[first])
+            self._tokens[start : start + end - first] = tokens[first:end]
+            self._keys[start : start + end - first] = keys[first:end]
+
+    def _key_list(self, nodes: Rows) -> list[bytes]:
         keys: list[bytes] = self._keys[nodes].tolist()
         self._keys[nodes] = None
         return keys
@@ -258,7 +275,7 @@ class PrefixTree:
         removed: list[bytes] = []
         while node != NO_NODE and self.attached[node] and not self.is_needed(node):
             parent = int(self.parent[node])
-            removed += self.detach(np.array([node], dtype=np.int32), np.zeros(1, dtype=np.bool_))
+            removed += self.detach(np.array([node]), np.zeros(1, dtype=np.bool_))
             node = parent
         return removed
 
@@ -270,7 +287,7 @@ class PrefixTree:
         """One sequence less ends here."""
         self.tips[node] -= 1
         if not self.tips[node] and not self.attached[node]:
-            self._free_numbers(np.array([node], dtype=np.int32))
+            self._free_numbers(np.array([node]))
 
     def nodes(self) -> list[int]:
         """All blocks, in insertion order."""
@@ -289,17 +306,18 @@ class PrefixTree:
         reused = min(count, len(self._free))
         if self._end + count - reused > len(self.parent):
             self._grow(max(2 * len(self.parent), self._end + count))
-        fresh = np.arange(self._end, self._end + count - reused, dtype=np.int32)
-        self._end += len(fresh)
-        if reused:
-            start = len(self._free) - reused
-            fresh = np.concatenate((np.frombuffer(self._free[start:], dtype=np.int32), fresh))
-            del self._free[start:]
-        self.attached[fresh] = True
-        return fresh
+        start, end = len(self._free) - reused, self._end + count - reused
+        numbers = np.frombuffer(self._free[start:], dtype=np.int32)
+        del self._free[start:]
+        if reused < count:
+            fresh = np.arange(self._end, end, dtype=np.int32)
+            numbers = np.concatenate((numbers, fresh)) if reused else fresh
+        self._end = end
+        self.attached[numbers] = True
+        return numbers
 
-    def _free_numbers(self, nodes: Slots) -> None:
-        self._free.frombytes(np.ascontiguousarray(nodes[::-1], dtype=np.int32).tobytes())
+    def _free_numbers(self, nodes: Rows) -> None:
+        self._free.frombytes(nodes[::-1].astype(np.int32).tobytes())
 
     def _grow(self, capacity: int) -> None:
         def grown(old: npt.NDArray[np.generic], fill: int) -> npt.NDArray[np.generic]:
@@ -314,7 +332,7 @@ class PrefixTree:
         self.length = grown(self.length, 0)  # type: ignore[assignment]
         self.tips = grown(self.tips, 0)  # type: ignore[assignment]
         self.attached = grown(self.attached, 0)  # type: ignore[assignment]
-        self._marks = grown(self._marks, 0)  # type: ignore[assignment]
+        self._marks = np.zeros(capacity + 1, dtype=np.bool_)
         keys = np.empty(capacity, dtype=np.object_)
         keys[: len(self._keys)] = self._keys
         self._keys = keys
