@@ -13,7 +13,7 @@ import numpy as np
 from kvcache_core.errors import invariant
 from kvcache_core.group_pages import GroupPages
 from kvcache_core.hashing import TOKEN_BYTES
-from kvcache_core.pages import NO_NODE, NO_PAGE
+from kvcache_core.pages import NO_NODE, NO_PAGE, Flags
 from kvcache_core.slots import Slots
 from kvcache_core.spec import ReusePolicy
 from kvcache_core.store import CacheStore
@@ -58,7 +58,8 @@ def _share(store: CacheStore, nodes: Slots, first: int, groups: Sequence[GroupPa
     """Use the tree's pages of blocks it has, give it those it lacks."""
     for pages in groups:
         pool, group = pages.pool, pages.group
-        places, own = _publishable(pages, first, len(nodes))
+        places = np.flatnonzero(_publishable(pages, first, len(nodes)))
+        own = pages.pages[first + places]
         theirs = store.tree.pages[group.id, nodes[places]]
         is_new = pool.node[own] == NO_NODE
         on_host = (theirs >= pool.num_device_slots) & is_new & (own < pool.num_device_slots)
@@ -81,25 +82,20 @@ def _share(store: CacheStore, nodes: Slots, first: int, groups: Sequence[GroupPa
 
 def _give(store: CacheStore, pages: GroupPages, nodes: Slots, first: int) -> None:
     """Publish the pages of new blocks."""
-    places, own = _publishable(pages, first, len(nodes))
-    if store.vital[pages.group.id]:
-        invariant(len(places) == len(nodes), f"blocks from {first} on lack pages to publish")
-    store.publish(pages.group, own, nodes[places])
+    own, wanted = pages.pages[first : first + len(nodes)], _publishable(pages, first, len(nodes))
+    if np.count_nonzero(wanted) < len(nodes):
+        invariant(not store.vital[pages.group.id], f"blocks from {first} on lack pages to publish")
+        own, nodes = own[wanted], nodes[wanted]
+    store.publish(pages.group, own, nodes)
 
 
-def _publishable(
-    pages: GroupPages, first: int, count: int
-) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], Slots]:
-    """Which of the blocks ``first .. first + count`` have pages that may be published, counted
-    from ``first``, and those pages.
-    """
+def _publishable(pages: GroupPages, first: int, count: int) -> Flags:
+    """For each of the blocks ``first .. first + count`` whether its page may be published."""
     if pages.group.life_cycle.policy is ReusePolicy.PRIVATE:
-        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
-    span = pages.pages[first : first + count]
-    wanted = span != NO_PAGE
+        return np.zeros(count, dtype=np.bool_)
+    wanted: Flags = pages.pages[first : first + count] != NO_PAGE
     wanted[: max(0, pages.publish_from - first)] = False
-    places = np.flatnonzero(wanted)
-    return places, span[places]
+    return wanted
 
 
 def publish_tail(
