@@ -31,6 +31,12 @@ class Branch:
         self.tokens: list[bytes] = []
         self.nodes: list[int] = []
 
+    def find(self, tokens: bytes) -> int:
+        """The child with exactly these tokens, or NONE."""
+        place = bisect_left(self.tokens, tokens)
+        is_there = place < len(self.tokens) and self.tokens[place] == tokens
+        return self.nodes[place] if is_there else NONE
+
     def add(self, tokens: bytes, node: int) -> None:
         """Insert in order."""
         place = bisect_left(self.tokens, tokens)
@@ -117,6 +123,10 @@ class ChildIndex:
         if only == SEVERAL:
             return list(self._branches[parent].nodes)
         return [] if only == NONE else [only]
+
+    def find(self, parent: int, tokens: bytes) -> int:
+        """The child with exactly these tokens of a block with several, or NONE."""
+        return self._branches[parent].find(tokens)
 
     def branch(self, parent: int) -> Branch | None:
         """The sorted children of a block with several."""

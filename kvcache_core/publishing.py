@@ -22,7 +22,7 @@ from kvcache_core.store import CacheStore
 def publish_blocks(
     store: CacheStore,
     parent: int,
-    keys: Sequence[bytes],
+    keys: list[bytes],
     packed: bytes,
     first: int,
     groups: Sequence[GroupPages],
@@ -30,12 +30,7 @@ def publish_blocks(
     """Publish the full blocks ``first ..`` with these keys and tokens below ``parent``; returns
     the last one's node.
     """
-    known: list[int] = []
-    for key in keys:
-        node = store.tree.find(key)
-        if node is None:
-            break
-        known.append(node)
+    known = store.tree.follow(parent, keys, packed, 0, len(keys))
     if known:
         nodes = np.array(known, dtype=np.int32)
         _share(store, nodes, first, groups)

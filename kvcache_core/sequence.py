@@ -8,7 +8,7 @@ read. All methods belong to the thread that owns the manager.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -404,7 +404,7 @@ class SequenceCache(PageUser):
         node = publish_blocks(self._store, self._tip, keys, packed, first, self._pages.attention)
         self._set_tip(node)
 
-    def _keys(self, first: int, end: int, packed: bytes) -> Sequence[bytes]:
+    def _keys(self, first: int, end: int, packed: bytes) -> list[bytes]:
         """Keys of blocks ``[first, end)``, those of the prompt as far as it goes."""
         if self._prompt is not None and end <= self._prompt.blocks:
             return self._prompt.keys(end)[first:end]

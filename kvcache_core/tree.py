@@ -2,24 +2,24 @@
 
 A node is one block below its parent block: full (tokens_per_block tokens) or partial (fewer, never
 with children). Nodes are numbers into arrays, so that a million of them are a handful of objects
-and whole chains are inserted and removed at once. Exact blocks are found through one dictionary of
-keys, partly equal ones through :mod:`kvcache_core.children`. The tree knows pages but never frees
-one itself.
+and whole chains are inserted and removed at once. Blocks are found from their parents on: by key
+where there is one child, by tokens among several (:mod:`kvcache_core.children`). A dictionary of
+all keys would cost more than all else at a million blocks: its entries lie far apart, and now and
+then it is built anew. The tree knows pages but never frees one itself.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_core.children import ChildIndex, common_tokens, nearest
+from kvcache_core.children import SEVERAL, ChildIndex, common_tokens, nearest
 from kvcache_core.errors import invariant
 from kvcache_core.hashing import TOKEN_BYTES, Prompt, child_key, root_key
-from kvcache_core.pages import NO_NODE, NO_PAGE
+from kvcache_core.pages import NO_NODE, NO_PAGE, divided
 from kvcache_core.slots import Rows, Slots, rows_of, runs_of
 
 FIRST_CAPACITY = 1024
@@ -50,18 +50,12 @@ class PrefixTree:
         """False but while a method works; the last one, which is NO_NODE's, always."""
         self.children = ChildIndex(capacity)
         self._keys = np.empty(capacity, dtype=np.object_)
-        """The very objects that are keys of the dictionary. Python's collector does not look into
-        arrays.
-        """
+        """Objects, since events tell them; Python's collector does not look into arrays."""
         self._tokens = np.zeros((capacity, self._size), dtype=np.uint8)
-        self._by_key: dict[bytes, int] = {}
         self._roots: dict[bytes, int] = {}
         self._scopes: dict[int, bytes] = {}
         self._free = array("i")
         self._end = 0
-
-    def __len__(self) -> int:
-        return len(self._by_key)
 
     def root(self, scope: bytes) -> int:
         """The root of a scope, made when missing."""
@@ -89,10 +83,6 @@ class PrefixTree:
         packed: bytes = self._tokens[node, : int(self.length[node]) * TOKEN_BYTES].tobytes()
         return packed
 
-    def find(self, key: bytes) -> int | None:
-        """The block with this key."""
-        return self._by_key.get(key)
-
     def is_needed(self, node: int) -> bool:
         """True while a block has pages, children or a sequence that ends there."""
         return bool(
@@ -108,18 +98,57 @@ class PrefixTree:
 
     def walk(self, prompt: Prompt, blocks: int) -> Slots:
         """The blocks in the tree that begin ``prompt``, at most ``blocks`` of them."""
-        get = self._by_key.get
         path: list[int] = []
-        while len(path) < blocks:
-            end = min(blocks, len(path) + WALK_BLOCKS)
+        above = self._roots.get(prompt.scope)
+        while above is not None and len(path) < blocks:
+            first, end = len(path), min(blocks, max(len(path) + WALK_BLOCKS, len(prompt.known)))
             if len(prompt.known) < end and not path:
                 end = 1  # most prompts share nothing: hash no more than shows that
-            found = list(map(get, prompt.keys(end)[len(path) : end]))
-            if None in found:
-                path += [node for node in found[: found.index(None)] if node is not None]
-                break
-            path += [node for node in found if node is not None]
+            path += self.follow(above, prompt.keys(end), prompt.packed, first, end)
+            above = path[-1] if len(path) == end else None
         return np.array(path, dtype=np.int32)
+
+    def follow(
+        self, above: int, keys: list[bytes], packed: bytes, first: int, end: int
+    ) -> list[int]:
+        """The blocks below ``above`` with keys ``first .. end`` of ``keys``, each below the one
+        before, as far as they are there. ``packed`` are the tokens of all ``keys``.
+        """
+        path: list[int] = []
+        while first < end:
+            node = self._below(above, keys[first], packed, first)
+            if node is None:
+                break
+            row = self._in_a_row(node, keys, first + 1, end)
+            path += [node, *row]
+            first += 1 + len(row)
+            above = path[-1]
+        return path
+
+    def _below(self, above: int, key: bytes, packed: bytes, place: int) -> int | None:
+        """The child with this key; its tokens are block ``place`` of ``packed``."""
+        node = int(self.children.only[above])
+        if node == SEVERAL:
+            tokens = packed[place * self._size : (place + 1) * self._size]
+            node = self.children.find(above, tokens)
+        return node if node != NO_NODE and self._keys[node] == key else None
+
+    def _in_a_row(self, node: int, keys: list[bytes], first: int, end: int) -> range:
+        """Blocks with keys ``first .. end`` below ``node``, as far as the number of each is one
+        more than the last one's: most of a chain.
+        """
+        only = self.children.only[node : node + end - first]
+        if not len(only) or only[0] != node + 1:
+            return range(0)
+        others = only != np.arange(node + 1, node + 1 + len(only), dtype=np.int32)
+        count = int(others.argmax()) if np.count_nonzero(others) else len(only)
+        theirs: list[bytes] = self._keys[node + 1 : node + 1 + count].tolist()
+        ours = keys[first : first + count]
+        if theirs != ours:
+            count = next(
+                i for i, pair in enumerate(zip(theirs, ours, strict=True)) if pair[0] != pair[1]
+            )
+        return range(node + 1, node + 1 + count)
 
     def insert(self, parent: int, key: bytes, tokens: bytes) -> int:
         """A new block without pages."""
@@ -128,7 +157,6 @@ class PrefixTree:
         self.length[node] = len(tokens) // TOKEN_BYTES
         self._tokens[node, : len(tokens)] = np.frombuffer(tokens, dtype=np.uint8)
         self._keys[node] = key
-        self._by_key[key] = node
         self._link(parent, node, tokens)
         return node
 
@@ -140,7 +168,6 @@ class PrefixTree:
         self.parent[rows[1:]] = nodes[:-1]
         self.length[rows] = self._tokens_per_block
         self._fill(nodes, keys, packed)
-        self._by_key.update(zip(keys, nodes.tolist(), strict=True))
         self.children.link_chain(rows)
         self._link(parent, int(nodes[0]), packed[: self._size])
         return nodes
@@ -148,7 +175,7 @@ class PrefixTree:
     def child(self, parent: int, tokens: bytes) -> tuple[bytes, int | None]:
         """Key of the block ``tokens`` below ``parent``, and its node if there is one."""
         key = child_key(self.key(parent), tokens)
-        return key, self._by_key.get(key)
+        return key, self._below(parent, key, tokens, 0)
 
     def partial_matches(self, parent: int, query: bytes) -> Iterator[tuple[int, int]]:
         """Children that share leading tokens with ``query``, longest common prefix first.
@@ -234,14 +261,9 @@ class PrefixTree:
         self._free_numbers(nodes[tips == 0] if np.count_nonzero(tips) else nodes)
         lengths = self.length[nodes]
         is_full = lengths == self._tokens_per_block
-        if np.count_nonzero(is_full) == len(nodes):
-            full = self._key_list(nodes)
-            deque(map(self._by_key.pop, full), maxlen=0)
-            return full
-        full = self._key_list(nodes[is_full])
-        partial = self._key_list(nodes[(lengths > 0) & ~is_full])
-        deque(map(self._by_key.pop, full + partial), maxlen=0)
-        return full
+        keys: list[bytes] = self._keys[divided(nodes, is_full)[0]].tolist()
+        self._keys[nodes] = None
+        return keys
 
     def has_parent_in(self, nodes: Rows) -> Flags:
         """For each of ``nodes``, which are distinct, whether its parent is one of them."""
@@ -262,11 +284,6 @@ class PrefixTree:
             start = int(nodes[first])
             self._tokens[start : start + end - first] = tokens[first:end]
             self._keys[start : start + end - first] = keys[first:end]
-
-    def _key_list(self, nodes: Rows) -> list[bytes]:
-        keys: list[bytes] = self._keys[nodes].tolist()
-        self._keys[nodes] = None
-        return keys
 
     def prune(self, node: int) -> list[bytes]:
         """Detach ``node`` and its ancestors as far as nobody needs them; returns the full ones'
@@ -290,8 +307,9 @@ class PrefixTree:
             self._free_numbers(np.array([node]))
 
     def nodes(self) -> list[int]:
-        """All blocks, in insertion order."""
-        return list(self._by_key.values())
+        """All blocks."""
+        blocks: list[int] = np.flatnonzero(self.attached & (self.length > 0)).tolist()
+        return blocks
 
     def roots(self) -> list[int]:
         """All roots, in insertion order."""
