@@ -164,6 +164,8 @@ class SequencePages:
         pages, pool = order.pages, order.pages.pool
         replaced = len(order.ordinals)
         pages.pages[order.appended.start : order.appended.stop] = new[replaced:]
+        if not replaced:
+            return
         old, new = pages.pages[order.ordinals], new[:replaced]
         pages.pages[order.ordinals] = new
         if not np.count_nonzero(old != NO_PAGE):
@@ -326,6 +328,8 @@ class SequencePages:
             appended, sinks = range(end, blocks), np.arange(existing, max(existing, start))
         is_settled = not pages.unfilled and not pages.on_host
         if is_settled and first >= min(existing, self.private_from):
+            if not len(sinks):
+                return Order.appending(pages, appended)
             return Order(pages, sinks, np.full(len(sinks), NO_PAGE, dtype=np.int32), appended)
         begin = 0 if pages.unfilled or pages.on_host else min(first, existing)
         ordinals = np.arange(begin, existing)

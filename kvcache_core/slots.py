@@ -29,9 +29,8 @@ def runs_of(numbers: Numbers) -> list[tuple[int, int]]:
     """Maximal runs of consecutive numbers in ``numbers``, of which there is one at least, as
     half-open ranges of places.
     """
-    breaks = np.flatnonzero(numbers[1:] - numbers[:-1] != 1) + 1
-    places = [0, *breaks.tolist(), len(numbers)]
-    return list(pairwise(places))
+    breaks = (numbers[1:] - numbers[:-1] != 1).nonzero()[0] + 1
+    return list(pairwise([0, *breaks.tolist(), len(numbers)]))
 
 
 class SlotAllocator:
