@@ -169,6 +169,31 @@ def test_keys_are_a_sha256_chain() -> None:
     assert keys[0].hex() == prefix_keys(b"scope", [1, 2], 2)[0].hex()
 
 
+def test_blocks_are_found_however_they_are_numbered() -> None:
+    """In a row, with another chain's between them, and up to where a row goes on differently."""
+    tree = PrefixTree(1, 2, 0)
+    root = tree.root(SCOPE)
+    chain = Prompt(SCOPE, range(12), 2)
+    branch = Prompt(SCOPE, [0, 1, 2, 3, 4, 5, 9, 9, 9, 9], 2)
+    mixed = [Prompt(SCOPE, [number] * 8, 2) for number in (50, 60)]
+    row = tree.insert_chain(root, chain.keys(6), chain.packed).tolist()
+    assert tree.walk(chain, 6).tolist() == row
+    assert tree.walk(branch, 5).tolist() == row[:3]
+    below = tree.insert_chain(row[2], branch.keys(5)[3:], branch.packed[24:]).tolist()
+    ends = [root, root]
+    paths: list[list[int]] = [[], []]
+    for block in range(4):
+        for prompt, path, number in zip(mixed, paths, range(2), strict=True):
+            tokens = prompt.packed[block * 8 : (block + 1) * 8]
+            ends[number] = tree.insert(ends[number], prompt.keys(4)[block], tokens)
+            path.append(ends[number])
+    assert [tree.walk(prompt, 4).tolist() for prompt in mixed] == paths
+    assert tree.walk(chain, 6).tolist() == row
+    assert tree.walk(branch, 5).tolist() == row[:3] + below
+    assert tree.walk(chain, 4).tolist() == row[:4]
+    assert not len(tree.walk(Prompt(b"another scope", range(12), 2), 6))
+
+
 def test_partial_matches_come_longest_first() -> None:
     tree = PrefixTree(1, 3, 0)
     root = tree.root(SCOPE)
