@@ -26,6 +26,8 @@ FIRST_CAPACITY = 1024
 Flags = npt.NDArray[np.bool_]
 WALK_BLOCKS = 64
 """Keys looked up together."""
+ROW = 8
+"""Blocks numbered in a row of which comparing them at once costs less than one by one."""
 LONG_RUN = 16
 """Blocks in a row for which one copy of them all costs less than one of each."""
 
@@ -119,15 +121,18 @@ class PrefixTree:
             node = self._below(above, keys[first], packed, first)
             if node is None:
                 break
-            row = self._in_a_row(node, keys, first + 1, end)
-            path += [node, *row]
-            first += 1 + len(row)
+            path.append(node)
+            first += 1
+            if not first % ROW:  # not at each: most steps of a chain in pieces would be in vain
+                row = self._in_a_row(node, keys, first, end)
+                path += row
+                first += len(row)
             above = path[-1]
         return path
 
     def _below(self, above: int, key: bytes, packed: bytes, place: int) -> int | None:
         """The child with this key; its tokens are block ``place`` of ``packed``."""
-        node = int(self.children.only[above])
+        node = self.children.only.item(above)
         if node == SEVERAL:
             tokens = packed[place * self._size : (place + 1) * self._size]
             node = self.children.find(above, tokens)
@@ -138,7 +143,7 @@ class PrefixTree:
         more than the last one's: most of a chain.
         """
         only = self.children.only[node : node + end - first]
-        if not len(only) or only[0] != node + 1:
+        if only[:ROW].tolist() != list(range(node + 1, node + 1 + ROW)):
             return range(0)
         others = only != np.arange(node + 1, node + 1 + len(only), dtype=np.int32)
         count = int(others.argmax()) if np.count_nonzero(others) else len(only)
