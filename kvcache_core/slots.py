@@ -16,6 +16,8 @@ import numpy.typing as npt
 from kvcache_core.errors import invariant
 
 Slots = npt.NDArray[np.int32]
+MANY_RUNS = 8
+"""More are merged with each other before they are merged with what is free: sorting costs less."""
 Rows = npt.NDArray[np.intp]
 Numbers = Slots | Rows
 
@@ -29,8 +31,8 @@ def runs_of(numbers: Numbers) -> list[tuple[int, int]]:
     """Maximal runs of consecutive numbers in ``numbers``, of which there is one at least, as
     half-open ranges of places.
     """
-    breaks = (numbers[1:] - numbers[:-1] != 1).nonzero()[0] + 1
-    return list(pairwise([0, *breaks.tolist(), len(numbers)]))
+    lasts: list[int] = (numbers[1:] - numbers[:-1] != 1).nonzero()[0].tolist()
+    return list(pairwise([0, *(last + 1 for last in lasts), len(numbers)]))
 
 
 class SlotAllocator:
@@ -75,10 +77,14 @@ class SlotAllocator:
         if not len(slots):
             return
         self.free += len(slots)
-        ordered = slots.copy()
-        ordered.sort()
-        for first, end in runs_of(ordered):
-            start = int(ordered[first])
+        rising = slots[::-1]  # pages come deepest block first
+        runs = runs_of(rising)
+        if len(runs) > MANY_RUNS:
+            rising = slots.copy()
+            rising.sort()
+            runs = runs_of(rising)
+        for first, end in runs:
+            start = rising.item(first)
             self._give_run(start, start + end - first)
 
     def runs(self) -> list[tuple[int, int]]:
