@@ -161,7 +161,7 @@ class PagePool:
         holders = self.holders[rows] - 1
         invariant(not np.count_nonzero(holders < 0), "a released page has no holder")
         self.holders[rows] = holders
-        self.settle(rows)
+        self._settle(rows, holders)
 
     def pin(self, pages: Slots) -> None:
         """One more transfer may touch each of ``pages``."""
@@ -178,7 +178,7 @@ class PagePool:
         invariant((leases >= 0).all(), "an unpinned page has no lease")
         self.leases[rows] = leases
         self.leased -= int(np.count_nonzero(leases == 0))
-        self.settle(rows)
+        self._settle(rows, self.holders[rows])
 
     def quarantine(self, pages: Slots) -> None:
         """Pinned pages are now in doubt."""
@@ -200,7 +200,7 @@ class PagePool:
         if cached == len(rows):
             self._free(rows)
         else:
-            self.settle(rows)
+            self._settle(rows, self.holders[rows])
 
     def raise_priority(self, pages: Slots, priority: int | npt.NDArray[np.uint8]) -> None:
         """``pages``, which are in use, deserve at least this priority."""
@@ -240,13 +240,11 @@ class PagePool:
         self.priority[targets] = np.maximum(self.priority[sources], self.priority[targets])
         self.node[sources] = NO_NODE
 
-    def settle(self, pages: Rows) -> None:
+    def _settle(self, pages: Rows, holders: npt.NDArray[np.int32]) -> None:
         """Cache those of ``pages`` that only the tree knows, free those that nobody does; none of
         them is cached.
         """
-        uses = self.holders[pages]
-        if self.leased:
-            uses += self.leases[pages]
+        uses = holders + self.leases[pages] if self.leased else holders
         if np.count_nonzero(uses):
             pages = pages[uses == 0]
         known, unknown = divided(pages, self.node[pages] != NO_NODE)
