@@ -14,7 +14,7 @@ from kvcache_core.errors import invariant
 from kvcache_core.group_pages import GroupPages
 from kvcache_core.hashing import TOKEN_BYTES
 from kvcache_core.pages import NO_NODE, NO_PAGE, Flags
-from kvcache_core.slots import Slots
+from kvcache_core.slots import Rows, Slots
 from kvcache_core.spec import ReusePolicy
 from kvcache_core.store import CacheStore
 
@@ -40,13 +40,13 @@ def publish_blocks(
         return parent
     size = store.tokens_per_block * TOKEN_BYTES
     above = store.tree.key(parent)
-    nodes = store.tree.insert_chain(parent, keys[count:], packed[count * size :])
+    added = store.tree.insert_chain(parent, keys[count:], packed[count * size :])
     for pages in groups:
-        _give(store, pages, nodes, first + count)
-    store.remove_covered(int(nodes[0]))
-    store.counters.blocks_stored += len(nodes)
+        _give(store, pages, added, first + count)
+    store.remove_covered(int(added[0]))
+    store.counters.blocks_stored += len(added)
     store.events.stored(above, keys[count:])
-    return int(nodes[-1])
+    return int(added[-1])
 
 
 def _share(store: CacheStore, nodes: Slots, first: int, groups: Sequence[GroupPages]) -> None:
@@ -75,7 +75,7 @@ def _share(store: CacheStore, nodes: Slots, first: int, groups: Sequence[GroupPa
             store.publish(group, own[lacking], nodes[places[lacking]])
 
 
-def _give(store: CacheStore, pages: GroupPages, nodes: Slots, first: int) -> None:
+def _give(store: CacheStore, pages: GroupPages, nodes: Rows, first: int) -> None:
     """Publish the pages of new blocks."""
     own, wanted = pages.pages[first : first + len(nodes)], _publishable(pages, first, len(nodes))
     if np.count_nonzero(wanted) < len(nodes):

@@ -126,7 +126,7 @@ class CacheStore:
             self.copier.onboard_slots(group.pool_group, hosted, targets[on_host])
             self.counters.pages_onboarded += len(hosted)
 
-    def publish(self, group: LayerGroup, pages: Slots, nodes: Slots) -> None:
+    def publish(self, group: LayerGroup, pages: Slots, nodes: Numbers) -> None:
         """Give pages to the tree as those of ``group`` in ``nodes``, which have none."""
         pool, rows = self.pool_of[group.id], rows_of(pages)
         known = pool.node[rows] != NO_NODE

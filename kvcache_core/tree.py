@@ -165,7 +165,7 @@ class PrefixTree:
         self._link(parent, node, tokens)
         return node
 
-    def insert_chain(self, parent: int, keys: Sequence[bytes], packed: bytes) -> Slots:
+    def insert_chain(self, parent: int, keys: Sequence[bytes], packed: bytes) -> Rows:
         """New full blocks without pages, each below the one before; none of them is there."""
         nodes = self._number(len(keys))
         rows = rows_of(nodes)
@@ -175,7 +175,7 @@ class PrefixTree:
         self._fill(nodes, keys, packed)
         self.children.link_chain(rows)
         self._link(parent, int(nodes[0]), packed[: self._size])
-        return nodes
+        return rows
 
     def child(self, parent: int, tokens: bytes) -> tuple[bytes, int | None]:
         """Key of the block ``tokens`` below ``parent``, and its node if there is one."""
