@@ -86,7 +86,7 @@ def _check_tree(store: CacheStore) -> Occupied:
     reachable = [node for root in tree.roots() for node in tree.subtree(root)]
     invariant(
         sorted(reachable) == sorted(tree.nodes() + tree.roots()),
-        f"{len(reachable)} blocks below the roots, {len(tree.nodes())} by key",
+        f"{len(reachable)} blocks below the roots, {len(tree.nodes())} in all",
     )
     for node in reachable:
         _check_node(store, node)
@@ -111,11 +111,9 @@ def _check_node(store: CacheStore, node: int) -> None:
     invariant(all(tree.parent[child] == node for child in children), "a child has another parent")
     if tree.parent[node] == NO_NODE:
         return
-    invariant(tree.find(tree.key(node)) == node, "a block is not found by its key")
-    invariant(
-        tree.child(int(tree.parent[node]), tree.tokens(node))[0] == tree.key(node),
-        "a block's key is not that of its tokens",
-    )
+    key, found = tree.child(int(tree.parent[node]), tree.tokens(node))
+    invariant(key == tree.key(node), "a block's key is not that of its tokens")
+    invariant(found == node, "a block is not found by its key")
     length = int(tree.length[node])
     invariant(0 < length <= store.tokens_per_block, f"a block of {length} tokens")
     is_full = length == store.tokens_per_block

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvcache_core.errors import invariant
 from kvcache_core.hashing import TOKEN_BYTES
-from kvcache_core.slots import Slots, index_of
+from kvcache_core.slots import Rows
 
 NEIGHBOURS = 8
 """Children looked at on either side of a query, at most."""
@@ -30,6 +30,12 @@ class Branch:
     def __init__(self) -> None:
         self.tokens: list[bytes] = []
         self.nodes: list[int] = []
+
+    def find(self, tokens: bytes) -> int:
+        """The child with exactly these tokens, or NONE."""
+        place = bisect_left(self.tokens, tokens)
+        is_there = place < len(self.tokens) and self.tokens[place] == tokens
+        return self.nodes[place] if is_there else NONE
 
     def add(self, tokens: bytes, node: int) -> None:
         """Insert in order."""
@@ -67,9 +73,9 @@ class ChildIndex:
         self.counts = np.concatenate((self.counts, np.zeros(more, dtype=np.int32)))
         self.only = np.concatenate((self.only, np.full(more, NONE, dtype=np.int32)))
 
-    def link_chain(self, nodes: Slots) -> None:
+    def link_chain(self, nodes: Rows) -> None:
         """Each of ``nodes`` but the first becomes the only child of the one before."""
-        above = index_of(nodes[:-1])
+        above = nodes[:-1]
         self.counts[above] = 1
         self.only[above] = nodes[1:]
 
@@ -102,10 +108,12 @@ class ChildIndex:
             self.only[parent] = branch.nodes[0]
             del self._branches[parent]
 
-    def unlink_chain(self, nodes: Slots) -> None:
+    def unlink_chain(self, nodes: Rows) -> None:
         """All children of ``nodes`` are gone."""
-        for parent in nodes[self.only[nodes] == SEVERAL].tolist():
-            del self._branches[parent]
+        several = self.only[nodes] == SEVERAL
+        if np.count_nonzero(several):
+            for parent in nodes[several].tolist():
+                del self._branches[parent]
         self.counts[nodes] = 0
         self.only[nodes] = NONE
 
@@ -115,6 +123,10 @@ class ChildIndex:
         if only == SEVERAL:
             return list(self._branches[parent].nodes)
         return [] if only == NONE else [only]
+
+    def find(self, parent: int, tokens: bytes) -> int:
+        """The child with exactly these tokens of a block with several, or NONE."""
+        return self._branches[parent].find(tokens)
 
     def branch(self, parent: int) -> Branch | None:
         """The sorted children of a block with several."""

@@ -1,8 +1,8 @@
 """The order in which cached pages are lost: lowest priority first, then least recently cached.
 
-Pages enter in batches and leave lazily: a page that is used again only loses its ``cached`` mark,
-and a batch skips members whose mark or stamp is not its own. So caching and using a thousand pages
-costs a few array operations, and evicting ``n`` pages costs in proportion to ``n``.
+Pages leave lazily: a page that is used again only loses its stamp, and entries whose stamp is not
+the page's own are skipped. So caching and using a thousand pages costs a few array operations, and
+evicting ``n`` pages costs in proportion to ``n``.
 """
 
 from __future__ import annotations
@@ -12,135 +12,156 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_core.slots import Slots, index_of
+from kvcache_core.slots import Rows
 
-NO_PAGES = np.empty(0, dtype=np.int32)
+NO_PAGES: Rows = np.empty(0, dtype=np.intp)
+NOT_CACHED = 0
+CHUNK = 4096
+"""Entries that lie together, however many times pages were cached."""
 FRONT = 64
-"""Members of a batch that are looked at together."""
+"""Entries that are looked at together, at least."""
 SLACK = 4096
 """Entries of pages used again that are tolerated before they are swept out."""
 
 
-class _Batch:
-    """Pages cached together; those before ``start`` are gone."""
+class _Chunk:
+    """Pages in the order in which they were cached, with the stamps they got, from ``start`` to
+    ``end``. What is there is never written over: it may have been handed out.
+    """
 
-    __slots__ = ("pages", "stamp", "start")
+    __slots__ = ("end", "pages", "stamps", "start")
 
-    def __init__(self, stamp: int, pages: Slots) -> None:
-        self.stamp = stamp
-        self.pages = pages
+    def __init__(self) -> None:
+        self.pages: Rows = np.empty(CHUNK, dtype=np.intp)
+        self.stamps = np.empty(CHUNK, dtype=np.int64)
         self.start = 0
+        self.end = 0
+
+    def append(self, pages: Rows, stamps: int | npt.NDArray[np.int64]) -> None:
+        """There must be room."""
+        end = self.end + len(pages)
+        self.pages[self.end : end] = pages
+        self.stamps[self.end : end] = stamps
+        self.end = end
 
 
 class EvictionQueue:
-    """Cached pages of one tier. ``cached`` and ``stamps`` are indexed by page and shared with the
-    pool.
+    """Cached pages of one tier. ``stamps`` is indexed by page and shared with the pool: the number
+    of the push with which a page was cached, NOT_CACHED for one that is not.
     """
 
-    __slots__ = ("_cached", "_entries", "_levels", "_next_stamp", "_stamps", "count")
+    __slots__ = ("_entries", "_levels", "_next_stamp", "_stamps", "count")
 
-    def __init__(self, cached: npt.NDArray[np.bool_], stamps: npt.NDArray[np.int64]) -> None:
-        self._cached = cached
+    def __init__(self, stamps: npt.NDArray[np.int64]) -> None:
         self._stamps = stamps
-        self._levels: dict[int, deque[_Batch]] = {}
+        self._levels: dict[int, deque[_Chunk]] = {}
         self._next_stamp = 0
         self._entries = 0
         self.count = 0
         """Pages that are cached."""
 
-    def push(self, pages: Slots, priorities: npt.NDArray[np.uint8]) -> None:
+    def push(self, pages: Rows, priorities: npt.NDArray[np.uint8]) -> None:
         """Cache pages; of equal priority the first is lost first."""
         if not len(pages):
             return
         self._next_stamp += 1
-        rows = index_of(pages)
-        self._cached[rows] = True
-        self._stamps[rows] = self._next_stamp
+        self._stamps[pages] = self._next_stamp
         self.count += len(pages)
         self._entries += len(pages)
-        lowest, highest = int(priorities.min()), int(priorities.max())
-        if lowest == highest:
-            self._level(lowest).append(_Batch(self._next_stamp, pages))
+        first = priorities[0]
+        if not np.count_nonzero(priorities != first):
+            self._append(int(first), pages)
         else:
             for priority in np.unique(priorities).tolist():
-                members = pages[priorities == priority]
-                self._level(priority).append(_Batch(self._next_stamp, members))
+                self._append(priority, pages[priorities == priority])
         if self._entries > 2 * self.count + SLACK:
             self._sweep()
 
-    def remove(self, pages: Slots) -> None:
+    def remove(self, pages: Rows) -> None:
         """These cached pages are cached no more."""
-        self._cached[index_of(pages)] = False
+        self._stamps[pages] = NOT_CACHED
         self.count -= len(pages)
 
-    def first(self, count: int) -> Slots:
+    def first(self, count: int) -> Rows:
         """At least one and at most ``count`` pages to lose next, of one priority and in order; they
         stay cached. There must be a cached page.
         """
-        found: list[Slots] = []
+        found: list[Rows] = []
         missing = count
         for priority in sorted(self._levels):
             level = self._levels[priority]
-            for batch in level:
-                members = self._front(batch, missing)
-                found.append(members)
-                missing -= len(members)
+            for chunk in level:
+                missing -= self._look(chunk, missing, found)
                 if not missing:
                     break
-            while level and level[0].start == len(level[0].pages):
+            while level and level[0].start == level[0].end:
                 level.popleft()
             if not level:
                 del self._levels[priority]
-            if missing < count:
+            if found:
                 break
         return found[0] if len(found) == 1 else np.concatenate([NO_PAGES, *found])
 
-    def _front(self, batch: _Batch, count: int) -> Slots:
-        """The first members of a batch that are still cached, at most ``count``."""
-        found: list[Slots] = []
-        place = batch.start
-        while count and place < len(batch.pages):
-            span = batch.pages[place : place + max(count, FRONT)]
-            place += len(span)
-            members = span[self._valid(batch.stamp, span)][:count]
-            if not found and not len(members):
-                self._entries -= place - batch.start
-                batch.start = place
-                continue
-            found.append(members)
-            count -= len(members)
-        return found[0] if len(found) == 1 else np.concatenate([NO_PAGES, *found])
+    def _look(self, chunk: _Chunk, count: int, found: list[Rows]) -> int:
+        """Add the first pages of a chunk that are still cached to ``found``, at most ``count``; how
+        many there were. Entries before the first of them are not looked at again.
+        """
+        missing, place = count, chunk.start
+        while missing and place < chunk.end:
+            span = slice(place, min(place + max(missing, FRONT), chunk.end))
+            pages, valid = chunk.pages[span], self._valid(chunk, span)
+            alive = int(np.count_nonzero(valid))
+            if alive < len(pages):
+                if missing == count:
+                    gone = int(valid.argmax()) if alive else len(pages)
+                    chunk.start += gone
+                    self._entries -= gone
+                pages = pages[valid]
+            if alive:
+                found.append(pages[:missing])
+                missing -= min(missing, alive)
+            place = span.stop
+        return count - missing
 
     def ordered(self) -> list[int]:
         """All cached pages, the next to lose first. For checks."""
         return [
             page
             for priority in sorted(self._levels)
-            for batch in self._levels[priority]
-            for page in self._rest(batch).tolist()
+            for chunk in self._levels[priority]
+            for page in self._rest(chunk)[0].tolist()
         ]
 
-    def _level(self, priority: int) -> deque[_Batch]:
-        return self._levels.setdefault(priority, deque())
+    def _append(self, priority: int, pages: Rows) -> None:
+        level = self._levels.setdefault(priority, deque())
+        while len(pages):
+            if not level or level[-1].end == CHUNK:
+                level.append(_Chunk())
+            room = CHUNK - level[-1].end
+            level[-1].append(pages[:room], self._next_stamp)
+            pages = pages[room:]
 
-    def _valid(self, stamp: int, pages: Slots) -> npt.NDArray[np.bool_]:
-        valid: npt.NDArray[np.bool_] = self._cached[pages] & (self._stamps[pages] == stamp)
+    def _valid(self, chunk: _Chunk, span: slice) -> npt.NDArray[np.bool_]:
+        valid: npt.NDArray[np.bool_] = self._stamps[chunk.pages[span]] == chunk.stamps[span]
         return valid
 
-    def _rest(self, batch: _Batch) -> Slots:
-        pages = batch.pages[batch.start :]
-        return pages[self._valid(batch.stamp, pages)]
+    def _rest(self, chunk: _Chunk) -> tuple[Rows, npt.NDArray[np.int64]]:
+        """Pages of a chunk that are still cached, and their stamps."""
+        span = slice(chunk.start, chunk.end)
+        valid = self._valid(chunk, span)
+        return chunk.pages[span][valid], chunk.stamps[span][valid]
 
     def _sweep(self) -> None:
         self._entries = 0
         for priority, level in list(self._levels.items()):
-            kept: deque[_Batch] = deque()
-            for batch in level:
-                rest = self._rest(batch)
-                if len(rest):
-                    kept.append(_Batch(batch.stamp, rest))
-                    self._entries += len(rest)
-            if kept:
+            kept: deque[_Chunk] = deque()
+            for chunk in level:
+                pages, stamps = self._rest(chunk)
+                if not kept or kept[-1].end + len(pages) > CHUNK:
+                    kept.append(_Chunk())
+                kept[-1].append(pages, stamps)
+                self._entries += len(pages)
+            if kept[-1].end:
                 self._levels[priority] = kept
             else:
                 del self._levels[priority]

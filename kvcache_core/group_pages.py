@@ -15,6 +15,7 @@ from kvcache_core.pages import NO_PAGE, PagePool
 from kvcache_core.slots import Slots
 
 FIRST_ROOM = 16
+NO_ROOM: Slots = np.empty(0, dtype=np.int32)
 
 
 class GroupPages:
@@ -45,7 +46,7 @@ class GroupPages:
         self.unfilled = False
         self.on_host = False
         self.size = 0
-        self._room = np.full(FIRST_ROOM, NO_PAGE, dtype=np.int32)
+        self._room = NO_ROOM
         self._view: Slots | None = None
 
     @property
@@ -67,7 +68,8 @@ class GroupPages:
     def resize(self, size: int) -> None:
         """Have ``size`` blocks; new ones without a page."""
         if size > len(self._room):
-            room = np.full(max(size, 2 * len(self._room)), NO_PAGE, dtype=np.int32)
+            most = max(size, 2 * len(self._room), FIRST_ROOM)
+            room = np.full(most, NO_PAGE, dtype=np.int32)
             room[: self.size] = self.pages
             self._room = room
         if size != self.size:

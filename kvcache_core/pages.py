@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache_core.errors import invariant
-from kvcache_core.eviction import EvictionQueue
-from kvcache_core.slots import SlotAllocator, Slots, index_of
+from kvcache_core.eviction import NO_PAGES, NOT_CACHED, EvictionQueue
+from kvcache_core.slots import Numbers, Rows, SlotAllocator, Slots, rows_of
 
 MIN_PRIORITY = 0
 DEFAULT_PRIORITY = 35
@@ -27,6 +27,7 @@ FREE = -1
 """Layer group of a slot without a page."""
 RESERVED = -2
 """Layer group of a slot that padding rows write to."""
+Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,6 @@ class PagePool:
     """The pages of one pool group. Every array has one entry per device and host slot."""
 
     __slots__ = (
-        "cached",
         "device",
         "device_queue",
         "group",
@@ -84,10 +84,9 @@ class PagePool:
         self.quarantines = np.zeros(total, dtype=np.int32)
         self.node = np.full(total, NO_NODE, dtype=np.int32)
         self.priority = np.zeros(total, dtype=np.uint8)
-        self.cached = np.zeros(total, dtype=np.bool_)
-        self.stamps = np.zeros(total, dtype=np.int64)
-        self.device_queue = EvictionQueue(self.cached, self.stamps)
-        self.host_queue = EvictionQueue(self.cached, self.stamps)
+        self.stamps = np.full(total, NOT_CACHED, dtype=np.int64)
+        self.device_queue = EvictionQueue(self.stamps)
+        self.host_queue = EvictionQueue(self.stamps)
         self.leased = 0
         self.quarantined = 0
         self.reserved = 0
@@ -97,6 +96,12 @@ class PagePool:
     def num_device_slots(self) -> int:
         """Slots on the device; pages from this number on are on the host."""
         return self.device.num_slots
+
+    @property
+    def cached(self) -> Flags:
+        """For each page whether only the prefix tree knows it. For checks."""
+        cached: Flags = self.stamps != NOT_CACHED
+        return cached
 
     @property
     def available(self) -> int:
@@ -129,7 +134,7 @@ class PagePool:
     def create(self, count: int, after: int | None, layer_group: int, priority: int) -> Slots:
         """New device pages with one holder each; enough slots must be free."""
         pages = self.device.take(count, after)
-        rows = index_of(pages)
+        rows = rows_of(pages)
         self.group[rows] = layer_group
         self.holders[rows] = 1
         self.priority[rows] = priority
@@ -144,33 +149,36 @@ class PagePool:
 
     def hold(self, pages: Slots) -> None:
         """One more sequence uses each of ``pages``, which are distinct."""
-        self._uncache(pages)
-        self.holders[pages] += 1
+        rows = rows_of(pages)
+        self._uncache(rows)
+        self.holders[rows] += 1
 
-    def release(self, pages: Slots) -> None:
+    def release(self, pages: Numbers) -> None:
         """One sequence less uses each of ``pages``; given deepest block first, which is the order
         in which they are lost.
         """
-        rows = index_of(pages)
+        rows = rows_of(pages)
         holders = self.holders[rows] - 1
-        invariant((holders >= 0).all(), "a released page has no holder")
+        invariant(not np.count_nonzero(holders < 0), "a released page has no holder")
         self.holders[rows] = holders
-        self.settle(pages)
+        self._settle(rows, holders)
 
     def pin(self, pages: Slots) -> None:
         """One more transfer may touch each of ``pages``."""
-        self._uncache(pages)
-        leases = self.leases[pages] + 1
-        self.leases[pages] = leases
+        rows = rows_of(pages)
+        self._uncache(rows)
+        leases = self.leases[rows] + 1
+        self.leases[rows] = leases
         self.leased += int(np.count_nonzero(leases == 1))
 
     def unpin(self, pages: Slots) -> None:
         """One transfer less may touch each of ``pages``."""
-        leases = self.leases[pages] - 1
+        rows = rows_of(pages)
+        leases = self.leases[rows] - 1
         invariant((leases >= 0).all(), "an unpinned page has no lease")
-        self.leases[pages] = leases
+        self.leases[rows] = leases
         self.leased -= int(np.count_nonzero(leases == 0))
-        self.settle(pages)
+        self._settle(rows, self.holders[rows])
 
     def quarantine(self, pages: Slots) -> None:
         """Pinned pages are now in doubt."""
@@ -184,52 +192,46 @@ class PagePool:
         self.quarantines[pages] = doubts
         self.quarantined -= int(np.count_nonzero(doubts == 0))
 
-    def forget(self, pages: Slots) -> None:
+    def forget(self, pages: Numbers) -> None:
         """The tree no longer knows ``pages``."""
-        rows = index_of(pages)
-        are_idle = bool(self.cached[rows].all())
-        self._uncache(pages)
+        rows = rows_of(pages)
+        cached = self._uncache(rows)
         self.node[rows] = NO_NODE
-        if are_idle:
-            self._free(pages)
+        if cached == len(rows):
+            self._free(rows)
         else:
-            self.settle(pages)
+            self._settle(rows, self.holders[rows])
 
     def raise_priority(self, pages: Slots, priority: int | npt.NDArray[np.uint8]) -> None:
         """``pages``, which are in use, deserve at least this priority."""
         self.priority[pages] = np.maximum(self.priority[pages], priority)
 
-    def put_on_host(self, pages: Slots, targets: Slots) -> None:
+    def put_on_host(self, pages: Rows, targets: Slots) -> None:
         """The cached device pages ``pages`` now lie in the host slots ``targets``, as cached."""
+        rows, hosted = rows_of(pages), rows_of(targets)
         for array in (self.group, self.priority, self.node):
-            array[targets] = array[pages]
-        self.node[pages] = NO_NODE
-        self.device_queue.remove(pages)
-        self.host_queue.push(targets, self.priority[targets])
-        self._free(pages)
+            array[hosted] = array[rows]
+        self.node[rows] = NO_NODE
+        self.device_queue.remove(rows)
+        self.host_queue.push(hosted, self.priority[hosted])
+        self._free(rows)
 
-    def is_private(self, pages: Slots) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def is_private(self, pages: Slots) -> Flags:
         """True for each page that one sequence alone knows."""
-        alone: np.ndarray[tuple[int], np.dtype[np.bool_]] = (self.holders[pages] == 1) & (
-            self.node[pages] == NO_NODE
-        )
+        alone: Flags = (self.holders[pages] == 1) & (self.node[pages] == NO_NODE)
         return alone
 
-    def is_writable(self, pages: Slots) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def is_writable(self, pages: Slots) -> Flags:
         """True for each page that is private and on the device."""
-        writable: np.ndarray[tuple[int], np.dtype[np.bool_]] = self.is_private(pages) & (
-            pages < self.device.num_slots
-        )
+        writable: Flags = self.is_private(pages) & (pages < self.device.num_slots)
         return writable
 
-    def is_unread(self, pages: Slots) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def is_unread(self, pages: Slots) -> Flags:
         """True for each page that is writable and that no transfer may touch.
 
         A matched page can become private while a transfer that began before reads it.
         """
-        unread: np.ndarray[tuple[int], np.dtype[np.bool_]] = self.is_writable(pages) & (
-            self.leases[pages] == 0
-        )
+        unread: Flags = self.is_writable(pages) & (self.leases[pages] == 0)
         return unread
 
     def move(self, sources: Slots, targets: Slots) -> None:
@@ -238,46 +240,58 @@ class PagePool:
         self.priority[targets] = np.maximum(self.priority[sources], self.priority[targets])
         self.node[sources] = NO_NODE
 
-    def settle(self, pages: Slots) -> None:
-        """Cache what only the tree knows, free what nobody does."""
-        rows = index_of(pages)
-        idle = pages[(self.holders[rows] == 0) & (self.leases[rows] == 0) & ~self.cached[rows]]
-        if not len(idle):
-            return
-        in_tree = self.node[index_of(idle)] != NO_NODE
-        if in_tree.all():
-            self._cache(idle)
-            return
-        self._cache(idle[in_tree])
-        self._free(idle[~in_tree])
+    def _settle(self, pages: Rows, holders: npt.NDArray[np.int32]) -> None:
+        """Cache those of ``pages`` that only the tree knows, free those that nobody does; none of
+        them is cached.
+        """
+        uses = holders + self.leases[pages] if self.leased else holders
+        if np.count_nonzero(uses):
+            pages = pages[uses == 0]
+        known, unknown = divided(pages, self.node[pages] != NO_NODE)
+        if len(known):
+            self._cache(known)
+        if len(unknown):
+            self._free(unknown)
 
-    def _cache(self, pages: Slots) -> None:
-        on_host = pages >= self.device.num_slots
-        if not on_host.any():
-            self.device_queue.push(pages, self.priority[index_of(pages)])
-            return
-        for queue, members in (
-            (self.device_queue, pages[~on_host]),
-            (self.host_queue, pages[on_host]),
-        ):
-            queue.push(members, self.priority[members])
+    def still_cached(self, pages: Rows) -> Rows:
+        """Those of ``pages`` that only the tree knows."""
+        return divided(pages, self.stamps[pages] != NOT_CACHED)[0]
 
-    def _uncache(self, pages: Slots) -> None:
-        cached = pages[self.cached[index_of(pages)]]
-        if not len(cached):
-            return
-        on_host = cached >= self.device.num_slots
-        if not on_host.any():
-            self.device_queue.remove(cached)
-            return
-        self.device_queue.remove(cached[~on_host])
-        self.host_queue.remove(cached[on_host])
+    def _cache(self, pages: Rows) -> None:
+        device, host = self._by_tier(pages)
+        self.device_queue.push(device, self.priority[device])
+        if len(host):
+            self.host_queue.push(host, self.priority[host])
 
-    def _free(self, pages: Slots) -> None:
-        self.group[index_of(pages)] = FREE
-        on_host = pages >= self.device.num_slots
-        if not on_host.any():
-            self.device.give(pages)
-            return
-        self.device.give(pages[~on_host])
-        self.host.give(pages[on_host])
+    def _uncache(self, pages: Rows) -> int:
+        """None of ``pages`` is cached any more; how many were."""
+        cached = self.still_cached(pages)
+        if len(cached):
+            device, host = self._by_tier(cached)
+            self.device_queue.remove(device)
+            if len(host):
+                self.host_queue.remove(host)
+        return len(cached)
+
+    def _free(self, pages: Rows) -> None:
+        self.group[pages] = FREE
+        device, host = self._by_tier(pages)
+        self.device.give(device)
+        if len(host):
+            self.host.give(host)
+
+    def _by_tier(self, pages: Rows) -> tuple[Rows, Rows]:
+        """Those of ``pages`` on the device, and those on the host."""
+        if not self.host.num_slots:
+            return pages, NO_PAGES
+        return divided(pages, pages < self.device.num_slots)
+
+
+def divided(pages: Rows, chosen: Flags) -> tuple[Rows, Rows]:
+    """``pages`` that are chosen, and the others. Mostly all are of one kind: then nothing is
+    copied.
+    """
+    count = np.count_nonzero(chosen)
+    if count == len(pages):
+        return pages, NO_PAGES
+    return (pages[chosen], pages[~chosen]) if count else (NO_PAGES, pages)

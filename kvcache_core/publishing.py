@@ -13,8 +13,8 @@ import numpy as np
 from kvcache_core.errors import invariant
 from kvcache_core.group_pages import GroupPages
 from kvcache_core.hashing import TOKEN_BYTES
-from kvcache_core.pages import NO_NODE, NO_PAGE
-from kvcache_core.slots import Slots
+from kvcache_core.pages import NO_NODE, NO_PAGE, Flags
+from kvcache_core.slots import Rows, Slots
 from kvcache_core.spec import ReusePolicy
 from kvcache_core.store import CacheStore
 
@@ -22,7 +22,7 @@ from kvcache_core.store import CacheStore
 def publish_blocks(
     store: CacheStore,
     parent: int,
-    keys: Sequence[bytes],
+    keys: list[bytes],
     packed: bytes,
     first: int,
     groups: Sequence[GroupPages],
@@ -30,12 +30,7 @@ def publish_blocks(
     """Publish the full blocks ``first ..`` with these keys and tokens below ``parent``; returns
     the last one's node.
     """
-    known: list[int] = []
-    for key in keys:
-        node = store.tree.find(key)
-        if node is None:
-            break
-        known.append(node)
+    known = store.tree.follow(parent, keys, packed, 0, len(keys))
     if known:
         nodes = np.array(known, dtype=np.int32)
         _share(store, nodes, first, groups)
@@ -45,20 +40,21 @@ def publish_blocks(
         return parent
     size = store.tokens_per_block * TOKEN_BYTES
     above = store.tree.key(parent)
-    nodes = store.tree.insert_chain(parent, keys[count:], packed[count * size :])
+    added = store.tree.insert_chain(parent, keys[count:], packed[count * size :])
     for pages in groups:
-        _give(store, pages, nodes, first + count)
-    store.remove_covered(int(nodes[0]))
-    store.counters.blocks_stored += len(nodes)
+        _give(store, pages, added, first + count)
+    store.remove_covered(int(added[0]))
+    store.counters.blocks_stored += len(added)
     store.events.stored(above, keys[count:])
-    return int(nodes[-1])
+    return int(added[-1])
 
 
 def _share(store: CacheStore, nodes: Slots, first: int, groups: Sequence[GroupPages]) -> None:
     """Use the tree's pages of blocks it has, give it those it lacks."""
     for pages in groups:
         pool, group = pages.pool, pages.group
-        places, own = _publishable(pages, first, len(nodes))
+        places = np.flatnonzero(_publishable(pages, first, len(nodes)))
+        own = pages.pages[first + places]
         theirs = store.tree.pages[group.id, nodes[places]]
         is_new = pool.node[own] == NO_NODE
         on_host = (theirs >= pool.num_device_slots) & is_new & (own < pool.num_device_slots)
@@ -79,27 +75,22 @@ def _share(store: CacheStore, nodes: Slots, first: int, groups: Sequence[GroupPa
             store.publish(group, own[lacking], nodes[places[lacking]])
 
 
-def _give(store: CacheStore, pages: GroupPages, nodes: Slots, first: int) -> None:
+def _give(store: CacheStore, pages: GroupPages, nodes: Rows, first: int) -> None:
     """Publish the pages of new blocks."""
-    places, own = _publishable(pages, first, len(nodes))
-    if store.vital[pages.group.id]:
-        invariant(len(places) == len(nodes), f"blocks from {first} on lack pages to publish")
-    store.publish(pages.group, own, nodes[places])
+    own, wanted = pages.pages[first : first + len(nodes)], _publishable(pages, first, len(nodes))
+    if np.count_nonzero(wanted) < len(nodes):
+        invariant(not store.vital[pages.group.id], f"blocks from {first} on lack pages to publish")
+        own, nodes = own[wanted], nodes[wanted]
+    store.publish(pages.group, own, nodes)
 
 
-def _publishable(
-    pages: GroupPages, first: int, count: int
-) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], Slots]:
-    """Which of the blocks ``first .. first + count`` have pages that may be published, counted
-    from ``first``, and those pages.
-    """
+def _publishable(pages: GroupPages, first: int, count: int) -> Flags:
+    """For each of the blocks ``first .. first + count`` whether its page may be published."""
     if pages.group.life_cycle.policy is ReusePolicy.PRIVATE:
-        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
-    span = pages.pages[first : first + count]
-    wanted = span != NO_PAGE
+        return np.zeros(count, dtype=np.bool_)
+    wanted: Flags = pages.pages[first : first + count] != NO_PAGE
     wanted[: max(0, pages.publish_from - first)] = False
-    places = np.flatnonzero(wanted)
-    return places, span[places]
+    return wanted
 
 
 def publish_tail(

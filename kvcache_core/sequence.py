@@ -8,7 +8,7 @@ read. All methods belong to the thread that owns the manager.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -174,7 +174,9 @@ class SequenceCache(PageUser):
         self.committed = committed
         self._has_own_tail = self._has_own_tail or bool(packed)
         size = self._store.tokens_per_block
-        self._publish_blocks(start // size, committed // size)
+        first, end = start // size, committed // size
+        if first < end:
+            self._publish_blocks(first, end, self._full_blocks(first, end, start, packed))
         self._pages.drop_stale(committed)
 
     def rewind(self, history: int) -> None:
@@ -382,24 +384,27 @@ class SequenceCache(PageUser):
         self.capacity = max(capacity, self.capacity)
         return True
 
-    def _publish_blocks(self, first: int, end: int) -> None:
-        """Bring full blocks ``[first, end)`` into the tree."""
-        if first == end:
-            return
+    def _full_blocks(self, first: int, end: int, start: int, packed: bytes) -> bytes:
+        """The tokens of blocks ``[first, end)``; ``packed`` are those from ``start`` on."""
+        size = self._store.tokens_per_block
+        if start == first * size:
+            return packed[: (end - first) * size * TOKEN_BYTES]  # no copy where these are all
+        with memoryview(self._tokens) as tokens:
+            return tokens[first * size * TOKEN_BYTES : end * size * TOKEN_BYTES].tobytes()
+
+    def _publish_blocks(self, first: int, end: int, packed: bytes) -> None:
+        """Bring full blocks ``[first, end)`` of these tokens into the tree."""
         self._pages.private_from = max(self._pages.private_from, end)
         self._has_own_tail = self.committed % self._store.tokens_per_block > 0
         if not self._publishes:
             self._retract()  # nobody will find them
             return
         self._retract_first(end - first)
-        size = self._store.tokens_per_block * TOKEN_BYTES
-        with memoryview(self._tokens) as tokens:
-            packed = tokens[first * size : end * size].tobytes()
         keys = self._keys(first, end, packed)
         node = publish_blocks(self._store, self._tip, keys, packed, first, self._pages.attention)
         self._set_tip(node)
 
-    def _keys(self, first: int, end: int, packed: bytes) -> Sequence[bytes]:
+    def _keys(self, first: int, end: int, packed: bytes) -> list[bytes]:
         """Keys of blocks ``[first, end)``, those of the prompt as far as it goes."""
         if self._prompt is not None and end <= self._prompt.blocks:
             return self._prompt.keys(end)[first:end]

@@ -23,17 +23,36 @@ from kvcache_core.spec import ReusePolicy
 from kvcache_core.store import CacheStore
 
 Ordinals = npt.NDArray[np.int64]
+NO_ORDINALS: Ordinals = np.empty(0, dtype=np.int64)
+NO_SOURCES: Slots = np.empty(0, dtype=np.int32)
+NOTHING = range(0)
 
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """Blocks of one group that get new pages, ascending, and the pages whose bytes they start
-    with, NO_PAGE for none.
+    """Blocks of one group that get new pages, ascending: ``ordinals`` with the pages whose bytes
+    they start with, NO_PAGE for none, and then ``appended``, which have had no page yet.
     """
 
     pages: GroupPages
     ordinals: Ordinals
     sources: Slots
+    appended: range
+
+    @classmethod
+    def appending(cls, pages: GroupPages, appended: range) -> Order:
+        """An order of nothing but these."""
+        return cls(pages, NO_ORDINALS, NO_SOURCES, appended)
+
+    @property
+    def count(self) -> int:
+        """How many pages are ordered."""
+        return len(self.ordinals) + len(self.appended)
+
+    @property
+    def first(self) -> int:
+        """The first block of an order that is not empty."""
+        return int(self.ordinals[0]) if len(self.ordinals) else self.appended.start
 
 
 class SequencePages:
@@ -143,9 +162,13 @@ class SequencePages:
         tree in its new place; what is to be written stays private.
         """
         pages, pool = order.pages, order.pages.pool
-        old = pages.pages[order.ordinals]
+        replaced = len(order.ordinals)
+        pages.pages[order.appended.start : order.appended.stop] = new[replaced:]
+        if not replaced:
+            return
+        old, new = pages.pages[order.ordinals], new[:replaced]
         pages.pages[order.ordinals] = new
-        if not (old != NO_PAGE).any():
+        if not np.count_nonzero(old != NO_PAGE):
             return
         if not pages.group.life_cycle.is_state:
             read = (order.ordinals < first) & (old >= pool.num_device_slots)
@@ -162,19 +185,20 @@ class SequencePages:
         store = self._store
         needs = [0] * len(store.pools)
         for order in orders:
-            needs[order.pages.group.pool_group] += len(order.ordinals)
+            needs[order.pages.group.pool_group] += order.count
         if any(needs) and not store.make_room(needs):
             return None
         made: list[Slots] = []
         for order in orders:
-            pages, count = order.pages, len(order.ordinals)
-            before = pages.before(int(order.ordinals[0])) if count else None
+            pages, count = order.pages, order.count
+            before = pages.before(order.first) if count else None
             made.append(store.create(pages.group, count, before, self._priorities.of(pages.group)))
         try:
             for order, new in zip(orders, made, strict=True):
                 has_source = order.sources != NO_PAGE
-                if has_source.any():
-                    store.copy(order.pages.group, order.sources[has_source], new[has_source])
+                if np.count_nonzero(has_source):
+                    targets = new[: len(has_source)][has_source]
+                    store.copy(order.pages.group, order.sources[has_source], targets)
         except BaseException:
             for order, new in zip(orders, made, strict=True):
                 order.pages.pool.release(new[::-1])
@@ -218,7 +242,7 @@ class SequencePages:
     def copy_order(pages: GroupPages, ordinal: int) -> Order:
         """The order of one more page with the bytes of a block."""
         ordinals = np.array([ordinal], dtype=np.int64)
-        return Order(pages, ordinals, pages.pages[ordinals])
+        return Order(pages, ordinals, pages.pages[ordinals], NOTHING)
 
     def expect_rewrite(self, history: int, end: int) -> None:
         """KV of tokens ``[history, end)`` will be written again: elsewhere, where a transfer may
@@ -296,16 +320,17 @@ class SequencePages:
         cycle, pool, existing = pages.group.life_cycle, pages.pool, pages.size
         if cycle.is_state:
             if existing and pool.is_writable(pages.pages)[0]:
-                return _nothing(pages)
-            source = pages.pages.copy() if existing else np.full(1, NO_PAGE, dtype=np.int32)
-            return Order(pages, np.zeros(1, dtype=np.int64), source)
+                return Order.appending(pages, NOTHING)
+            return self.copy_order(pages, 0) if existing else Order.appending(pages, range(1))
         start, end = cycle.stale_range(live_at, self._store.tokens_per_block)
-        new = np.arange(existing, blocks)
+        appended, sinks = range(existing, blocks), NO_ORDINALS
         if existing < end:
-            new = new[(new < start) | (new >= end)]
+            appended, sinks = range(end, blocks), np.arange(existing, max(existing, start))
         is_settled = not pages.unfilled and not pages.on_host
         if is_settled and first >= min(existing, self.private_from):
-            return Order(pages, new, np.full(len(new), NO_PAGE, dtype=np.int32))
+            if not len(sinks):
+                return Order.appending(pages, appended)
+            return Order(pages, sinks, np.full(len(sinks), NO_PAGE, dtype=np.int32), appended)
         begin = 0 if pages.unfilled or pages.on_host else min(first, existing)
         ordinals = np.arange(begin, existing)
         span = pages.pages[begin:existing]
@@ -326,13 +351,10 @@ class SequencePages:
                 sources[first - begin] = span[first - begin]
         return Order(
             pages,
-            np.concatenate((ordinals[fresh], new)),
-            np.concatenate((sources[fresh], np.full(len(new), NO_PAGE, dtype=np.int32))),
+            np.concatenate((ordinals[fresh], sinks)),
+            np.concatenate((sources[fresh], np.full(len(sinks), NO_PAGE, dtype=np.int32))),
+            appended,
         )
-
-
-def _nothing(pages: GroupPages) -> Order:
-    return Order(pages, np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32))
 
 
 def blocks_for(tokens: int, store: CacheStore) -> int:

@@ -8,6 +8,7 @@ takes from the longest run. Deterministic; costs follow the number of runs, not 
 from __future__ import annotations
 
 import heapq
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -15,29 +16,23 @@ import numpy.typing as npt
 from kvcache_core.errors import invariant
 
 Slots = npt.NDArray[np.int32]
-SHORT = 16
-"""Below this many, looking for a run costs more than it saves."""
+MANY_RUNS = 8
+"""More are merged with each other before they are merged with what is free: sorting costs less."""
+Rows = npt.NDArray[np.intp]
+Numbers = Slots | Rows
 
 
-Index = Slots | slice
+def rows_of(numbers: Numbers) -> Rows:
+    """``numbers`` as an index of arrays: numpy converts any other integers anew at each use."""
+    return numbers.astype(np.intp, copy=False)
 
 
-def index_of(numbers: Slots) -> Index:
-    """``numbers`` as an index, a slice where they follow each other: several times as fast.
-
-    What a slice reads is a view, not a copy.
+def runs_of(numbers: Numbers) -> list[tuple[int, int]]:
+    """Maximal runs of consecutive numbers in ``numbers``, of which there is one at least, as
+    half-open ranges of places.
     """
-    count = len(numbers)
-    if count < SHORT:
-        return numbers
-    first, last = int(numbers[0]), int(numbers[-1])
-    step = 1 if last > first else -1
-    end = last + step
-    if end - first != step * count:
-        return numbers
-    if (numbers != np.arange(first, end, step, dtype=np.int32)).any():
-        return numbers
-    return slice(first, end if end >= 0 else None, step)
+    lasts: list[int] = (numbers[1:] - numbers[:-1] != 1).nonzero()[0].tolist()
+    return list(pairwise([0, *(last + 1 for last in lasts), len(numbers)]))
 
 
 class SlotAllocator:
@@ -77,22 +72,20 @@ class SlotAllocator:
         self.free -= count
         return taken
 
-    def give(self, slots: Slots) -> None:
+    def give(self, slots: Numbers) -> None:
         """Return slots, each once, in any order; merges with the free runs around them."""
         if not len(slots):
             return
         self.free += len(slots)
-        run = index_of(slots)
-        if isinstance(run, slice):
-            first, last = sorted((int(slots[0]), int(slots[-1])))
-            self._give_run(first, last + 1)
-            return
-        ordered = np.sort(slots)
-        breaks = np.flatnonzero(np.diff(ordered) != 1) + 1
-        starts = ordered[np.concatenate(([0], breaks))].tolist()
-        ends = (ordered[np.concatenate((breaks - 1, [len(ordered) - 1]))] + 1).tolist()
-        for start, end in zip(starts, ends, strict=True):
-            self._give_run(start, end)
+        rising = slots[::-1]  # pages come deepest block first
+        runs = runs_of(rising)
+        if len(runs) > MANY_RUNS:
+            rising = slots.copy()
+            rising.sort()
+            runs = runs_of(rising)
+        for first, end in runs:
+            start = rising.item(first)
+            self._give_run(start, start + end - first)
 
     def runs(self) -> list[tuple[int, int]]:
         """All free runs as half-open ranges, ascending. For checks."""

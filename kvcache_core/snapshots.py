@@ -39,8 +39,7 @@ class PendingSnapshot:
             if states.group.life_cycle.policy is not ReusePolicy.PRIVATE
         ]
         invariant(len(shared) == 1, f"expected one shared recurrent group, got {len(shared)}")
-        nothing = np.full(1, NO_PAGE, dtype=np.int32)
-        made = pages.allocate([Order(shared[0], np.zeros(1, dtype=np.int64), nothing)])
+        made = pages.allocate([Order.appending(shared[0], range(1))])
         return None if made is None else cls(store, shared[0], made[0])
 
     @property

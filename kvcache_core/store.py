@@ -19,9 +19,9 @@ from kvcache_core.errors import invariant
 from kvcache_core.events import EventLog
 from kvcache_core.groups import LayerGroup
 from kvcache_core.layout import LayoutPlan
-from kvcache_core.pages import NO_NODE, NO_PAGE, PagePool
+from kvcache_core.pages import NO_NODE, NO_PAGE, PagePool, divided
 from kvcache_core.ports import PageCopier
-from kvcache_core.slots import Slots, index_of
+from kvcache_core.slots import Numbers, Rows, Slots, rows_of
 from kvcache_core.spec import ReusePolicy
 from kvcache_core.tree import Flags, PrefixTree
 
@@ -126,16 +126,17 @@ class CacheStore:
             self.copier.onboard_slots(group.pool_group, hosted, targets[on_host])
             self.counters.pages_onboarded += len(hosted)
 
-    def publish(self, group: LayerGroup, pages: Slots, nodes: Slots) -> None:
+    def publish(self, group: LayerGroup, pages: Slots, nodes: Numbers) -> None:
         """Give pages to the tree as those of ``group`` in ``nodes``, which have none."""
-        pool, rows = self.pool_of[group.id], index_of(pages)
-        invariant((pool.node[rows] == NO_NODE).all(), "a published page is in the tree already")
-        self.tree.pages[group.id, index_of(nodes)] = pages
+        pool, rows = self.pool_of[group.id], rows_of(pages)
+        known = pool.node[rows] != NO_NODE
+        invariant(not np.count_nonzero(known), "a published page is in the tree already")
+        self.tree.pages[group.id][rows_of(nodes)] = pages
         pool.node[rows] = nodes
 
-    def lose(self, pool_group: int, pages: Slots) -> None:
+    def lose(self, pool_group: int, pages: Numbers) -> None:
         """Take pages out of the tree, with everything that is useless without them."""
-        self._report_removed(self._lose(pool_group, pages))
+        self._report_removed(self._lose(pool_group, rows_of(pages)))
 
     def move_tip(self, old: int, new: int) -> None:
         """A sequence now ends at ``new`` instead of ``old``; NO_NODE is nowhere."""
@@ -154,13 +155,13 @@ class CacheStore:
         states = [group.id for group in self.groups if group.life_cycle.is_state]
         for sibling in self.tree.covered_by(node):
             if not (self.tree.pages[states, sibling] != NO_PAGE).any():
-                alone = np.array([sibling], dtype=np.int32)
+                alone = np.array([sibling])
                 self._report_removed(self._drop(alone, self.tree.has_parent_in(alone)))
 
     def clear(self) -> None:
         """Empty the tree. Sequences keep their pages and stop publishing."""
         tree = self.tree
-        members = np.array(tree.roots() + tree.nodes(), dtype=np.int32)
+        members = np.array(tree.roots() + tree.nodes(), dtype=np.intp)
         self._forget_pages(members)
         tree.detach(members, tree.has_parent_in(members))
         self.events.cleared()
@@ -194,10 +195,9 @@ class CacheStore:
         if room:
             # The coldest are lost if the host cannot take all.
             self._demote(pool_group, victims[len(victims) - room :])
-        lost = victims[: len(victims) - room]
-        self.lose(pool_group, lost[pool.cached[lost]])
+        self.lose(pool_group, victims[: len(victims) - room])
 
-    def _make_host_room(self, pool_group: int, pages: Slots) -> Slots:
+    def _make_host_room(self, pool_group: int, pages: Rows) -> Rows:
         """Lose colder host pages for device pages of one priority; returns those still cached.
 
         What is on the host and deserves more stays there.
@@ -208,58 +208,67 @@ class CacheStore:
             if pool.priority[coldest[0]] > pool.priority[pages[0]]:
                 break
             self.lose(pool_group, coldest)
-            pages = pages[pool.cached[pages]]
+            pages = pool.still_cached(pages)
         return pages
 
-    def _demote(self, pool_group: int, pages: Slots) -> None:
+    def _demote(self, pool_group: int, pages: Numbers) -> None:
         """Move cached device pages to free host slots."""
-        pool = self.pools[pool_group]
-        targets = pool.host.take(len(pages))
+        pool, rows = self.pools[pool_group], rows_of(pages)
+        targets = pool.host.take(len(rows))
         try:
             devices = np.int32(pool.num_device_slots)
+            pages = rows.astype(np.int32)
             self.copier.demote_slots(pool_group, pages, targets - devices)
         except BaseException:
             pool.host.give(targets)
             raise
-        groups, nodes = pool.group[pages], pool.node[pages]
-        pool.put_on_host(pages, targets)
+        groups, nodes = pool.group[rows], pool.node[rows]
+        pool.put_on_host(rows, targets)
         self.tree.pages[groups, nodes] = targets
-        self.counters.pages_demoted += len(pages)
+        self.counters.pages_demoted += len(rows)
 
-    def _lose(self, pool_group: int, pages: Slots) -> list[bytes]:
-        pool, tree = self.pools[pool_group], self.tree
-        nodes, groups = pool.node[pages], pool.group[pages]
-        vital = self._is_vital[groups]
+    def _lose(self, pool_group: int, pages: Rows) -> list[bytes]:
+        """Returns the keys of the full blocks that went."""
+        pool = self.pools[pool_group]
+        vital, minor = divided(pages, self._is_vital[pool.group[pages]])
         removed: list[bytes] = []
-        if vital.any():
-            removed += self._drop_all(nodes[vital])
-        minor = pages[~vital]
-        minor = minor[pool.node[minor] != NO_NODE]  # not gone with a vital page
+        if len(vital):
+            removed += self._drop_all(rows_of(pool.node[vital]))
+            minor = minor[pool.node[minor] != NO_NODE]  # not gone with a vital page
         if len(minor):
-            left = pool.node[minor]
-            tree.pages[pool.group[minor], left] = NO_PAGE
-            pool.forget(minor)
-            for node in left[tree.are_bare(left)].tolist():
+            removed += self._lose_minor(pool, minor)
+        return removed
+
+    def _lose_minor(self, pool: PagePool, pages: Rows) -> list[bytes]:
+        """Take pages out of blocks that may live without them. Only where no page is vital, a block
+        may have lost its last.
+        """
+        tree, groups, nodes = self.tree, pool.group[pages], pool.node[pages]
+        pool.forget(pages)
+        tree.pages[groups, nodes] = NO_PAGE
+        removed: list[bytes] = []
+        if not any(self.vital):
+            for node in nodes[tree.are_bare(nodes)].tolist():
                 removed += tree.prune(node)
         return removed
 
-    def _drop_all(self, nodes: Slots) -> list[bytes]:
+    def _drop_all(self, nodes: Rows) -> list[bytes]:
         """Remove nodes and their subtrees; pages come deepest first, so do their nodes."""
         tree = self.tree
         if self._may_repeat:
-            nodes = np.array(list(dict.fromkeys(nodes.tolist())), dtype=np.int32)
+            nodes = np.array(list(dict.fromkeys(nodes.tolist())))
         # Every child inside has its parent inside: as many as there are children in all?
         inside = tree.has_parent_in(nodes)
-        if tree.children.counts[index_of(nodes)].sum() == np.count_nonzero(inside):
+        if tree.children.counts[nodes].sum() == np.count_nonzero(inside):
             return self._drop(nodes, inside)
         removed: list[bytes] = []
         for node in nodes.tolist():
             if tree.attached[node]:
-                below = np.array(tree.subtree(node), dtype=np.int32)
+                below = np.array(tree.subtree(node))
                 removed += self._drop(below, tree.has_parent_in(below))
         return removed
 
-    def _drop(self, nodes: Slots, inside: Flags) -> list[bytes]:
+    def _drop(self, nodes: Rows, inside: Flags) -> list[bytes]:
         """Remove nodes, all their descendants among them; ``inside`` tells whose parent is one of
         them. Returns the keys of the full ones.
         """
@@ -270,13 +279,12 @@ class CacheStore:
             removed += self.tree.prune(parent)
         return removed
 
-    def _forget_pages(self, nodes: Slots) -> None:
-        rows = index_of(nodes)
-        for group, pool in enumerate(self.pool_of):
-            pages = self.tree.pages[group, rows]
-            known = pages[pages != NO_PAGE]
-            self.tree.pages[group, rows] = NO_PAGE
+    def _forget_pages(self, nodes: Rows) -> None:
+        for table, pool in zip(self.tree.pages, self.pool_of, strict=True):
+            pages = rows_of(table[nodes])
+            known, _ = divided(pages, pages != NO_PAGE)
             if len(known):
+                table[nodes] = NO_PAGE
                 pool.forget(known)
 
     def _cached(self) -> int:

@@ -2,30 +2,34 @@
 
 A node is one block below its parent block: full (tokens_per_block tokens) or partial (fewer, never
 with children). Nodes are numbers into arrays, so that a million of them are a handful of objects
-and whole chains are inserted and removed at once. Exact blocks are found through one dictionary of
-keys, partly equal ones through :mod:`kvcache_core.children`. The tree knows pages but never frees
-one itself.
+and whole chains are inserted and removed at once. Blocks are found from their parents on: by key
+where there is one child, by tokens among several (:mod:`kvcache_core.children`). A dictionary of
+all keys would cost more than all else at a million blocks: its entries lie far apart, and now and
+then it is built anew. The tree knows pages but never frees one itself.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache_core.children import ChildIndex, common_tokens, nearest
+from kvcache_core.children import SEVERAL, ChildIndex, common_tokens, nearest
 from kvcache_core.errors import invariant
 from kvcache_core.hashing import TOKEN_BYTES, Prompt, child_key, root_key
-from kvcache_core.pages import NO_NODE, NO_PAGE
-from kvcache_core.slots import Index, Slots, index_of
+from kvcache_core.pages import NO_NODE, NO_PAGE, divided
+from kvcache_core.slots import Rows, Slots, rows_of, runs_of
 
 FIRST_CAPACITY = 1024
 Flags = npt.NDArray[np.bool_]
 WALK_BLOCKS = 64
 """Keys looked up together."""
+ROW = 8
+"""Blocks numbered in a row of which comparing them at once costs less than one by one."""
+LONG_RUN = 16
+"""Blocks in a row for which one copy of them all costs less than one of each."""
 
 
 class PrefixTree:
@@ -44,21 +48,16 @@ class PrefixTree:
         self.length = np.zeros(capacity, dtype=np.int32)
         self.tips = np.zeros(capacity, dtype=np.int32)
         self.attached = np.zeros(capacity, dtype=np.bool_)
-        self._marks = np.zeros(capacity, dtype=np.bool_)
+        self._marks = np.zeros(capacity + 1, dtype=np.bool_)
+        """False but while a method works; the last one, which is NO_NODE's, always."""
         self.children = ChildIndex(capacity)
         self._keys = np.empty(capacity, dtype=np.object_)
-        """The very objects that are keys of the dictionary. Python's collector does not look into
-        arrays.
-        """
+        """Objects, since events tell them; Python's collector does not look into arrays."""
         self._tokens = np.zeros((capacity, self._size), dtype=np.uint8)
-        self._by_key: dict[bytes, int] = {}
         self._roots: dict[bytes, int] = {}
         self._scopes: dict[int, bytes] = {}
         self._free = array("i")
         self._end = 0
-
-    def __len__(self) -> int:
-        return len(self._by_key)
 
     def root(self, scope: bytes) -> int:
         """The root of a scope, made when missing."""
@@ -86,10 +85,6 @@ class PrefixTree:
         packed: bytes = self._tokens[node, : int(self.length[node]) * TOKEN_BYTES].tobytes()
         return packed
 
-    def find(self, key: bytes) -> int | None:
-        """The block with this key."""
-        return self._by_key.get(key)
-
     def is_needed(self, node: int) -> bool:
         """True while a block has pages, children or a sequence that ends there."""
         return bool(
@@ -98,25 +93,67 @@ class PrefixTree:
 
     def are_bare(self, nodes: Slots) -> Flags:
         """For each of ``nodes`` whether nobody needs it: :meth:`is_needed` for many."""
-        rows = index_of(nodes)
+        rows = rows_of(nodes)
         used = self.children.counts[rows] + self.tips[rows]
         bare: Flags = (used == 0) & (self.pages[:, rows] == NO_PAGE).all(0)
         return bare
 
     def walk(self, prompt: Prompt, blocks: int) -> Slots:
         """The blocks in the tree that begin ``prompt``, at most ``blocks`` of them."""
-        get = self._by_key.get
         path: list[int] = []
-        while len(path) < blocks:
-            end = min(blocks, len(path) + WALK_BLOCKS)
+        above = self._roots.get(prompt.scope)
+        while above is not None and len(path) < blocks:
+            first, end = len(path), min(blocks, max(len(path) + WALK_BLOCKS, len(prompt.known)))
             if len(prompt.known) < end and not path:
                 end = 1  # most prompts share nothing: hash no more than shows that
-            found = list(map(get, prompt.keys(end)[len(path) : end]))
-            if None in found:
-                path += [node for node in found[: found.index(None)] if node is not None]
-                break
-            path += [node for node in found if node is not None]
+            path += self.follow(above, prompt.keys(end), prompt.packed, first, end)
+            above = path[-1] if len(path) == end else None
         return np.array(path, dtype=np.int32)
+
+    def follow(
+        self, above: int, keys: list[bytes], packed: bytes, first: int, end: int
+    ) -> list[int]:
+        """The blocks below ``above`` with keys ``first .. end`` of ``keys``, each below the one
+        before, as far as they are there. ``packed`` are the tokens of all ``keys``.
+        """
+        path: list[int] = []
+        while first < end:
+            node = self._below(above, keys[first], packed, first)
+            if node is None:
+                break
+            path.append(node)
+            first += 1
+            if not first % ROW:  # not at each: most steps of a chain in pieces would be in vain
+                row = self._in_a_row(node, keys, first, end)
+                path += row
+                first += len(row)
+            above = path[-1]
+        return path
+
+    def _below(self, above: int, key: bytes, packed: bytes, place: int) -> int | None:
+        """The child with this key; its tokens are block ``place`` of ``packed``."""
+        node = self.children.only.item(above)
+        if node == SEVERAL:
+            tokens = packed[place * self._size : (place + 1) * self._size]
+            node = self.children.find(above, tokens)
+        return node if node != NO_NODE and self._keys[node] == key else None
+
+    def _in_a_row(self, node: int, keys: list[bytes], first: int, end: int) -> range:
+        """Blocks with keys ``first .. end`` below ``node``, as far as the number of each is one
+        more than the last one's: most of a chain.
+        """
+        only = self.children.only[node : node + end - first]
+        if only[:ROW].tolist() != list(range(node + 1, node + 1 + ROW)):
+            return range(0)
+        others = only != np.arange(node + 1, node + 1 + len(only), dtype=np.int32)
+        count = int(others.argmax()) if np.count_nonzero(others) else len(only)
+        theirs: list[bytes] = self._keys[node + 1 : node + 1 + count].tolist()
+        ours = keys[first : first + count]
+        if theirs != ours:
+            count = next(
+                i for i, pair in enumerate(zip(theirs, ours, strict=True)) if pair[0] != pair[1]
+            )
+        return range(node + 1, node + 1 + count)
 
     def insert(self, parent: int, key: bytes, tokens: bytes) -> int:
         """A new block without pages."""
@@ -125,27 +162,25 @@ class PrefixTree:
         self.length[node] = len(tokens) // TOKEN_BYTES
         self._tokens[node, : len(tokens)] = np.frombuffer(tokens, dtype=np.uint8)
         self._keys[node] = key
-        self._by_key[key] = node
         self._link(parent, node, tokens)
         return node
 
-    def insert_chain(self, parent: int, keys: Sequence[bytes], packed: bytes) -> Slots:
+    def insert_chain(self, parent: int, keys: Sequence[bytes], packed: bytes) -> Rows:
         """New full blocks without pages, each below the one before; none of them is there."""
         nodes = self._number(len(keys))
-        rows = index_of(nodes)
-        self.parent[rows] = np.concatenate(([parent], nodes[:-1]))
+        rows = rows_of(nodes)
+        self.parent[rows[0]] = parent
+        self.parent[rows[1:]] = nodes[:-1]
         self.length[rows] = self._tokens_per_block
-        self._tokens[rows] = np.frombuffer(packed, dtype=np.uint8).reshape(len(keys), self._size)
-        self._keys[rows] = keys
-        self._by_key.update(zip(keys, nodes.tolist(), strict=True))
-        self.children.link_chain(nodes)
+        self._fill(nodes, keys, packed)
+        self.children.link_chain(rows)
         self._link(parent, int(nodes[0]), packed[: self._size])
-        return nodes
+        return rows
 
     def child(self, parent: int, tokens: bytes) -> tuple[bytes, int | None]:
         """Key of the block ``tokens`` below ``parent``, and its node if there is one."""
         key = child_key(self.key(parent), tokens)
-        return key, self._by_key.get(key)
+        return key, self._below(parent, key, tokens, 0)
 
     def partial_matches(self, parent: int, query: bytes) -> Iterator[tuple[int, int]]:
         """Children that share leading tokens with ``query``, longest common prefix first.
@@ -210,14 +245,16 @@ class PrefixTree:
                     yield self.key(above), keys
                     waiting.append(node)
 
-    def detach(self, nodes: Slots, inside: Flags) -> list[bytes]:
+    def detach(self, nodes: Rows, inside: Flags) -> list[bytes]:
         """Take blocks out with all their descendants, which ``nodes`` contains; their pages must
         have been forgotten. ``inside`` tells whose parent is one of them. Returns the keys of the
         full ones.
         """
-        rows = index_of(nodes)
-        invariant(self.attached[rows].all(), "a block can be detached only once")
-        self.attached[rows] = False
+        invariant(
+            np.count_nonzero(self.attached[nodes]) == len(nodes),
+            "a block can be detached only once",
+        )
+        self.attached[nodes] = False
         above = nodes[~inside]
         for node, parent in zip(above.tolist(), self.parent[above].tolist(), strict=True):
             if parent == NO_NODE:
@@ -225,31 +262,33 @@ class PrefixTree:
             else:
                 self.children.unlink(parent, node, self.tokens(node))
         self.children.unlink_chain(nodes)
-        self._free_numbers(nodes[self.tips[rows] == 0])
-        lengths = self.length[rows]
+        tips = self.tips[nodes]
+        self._free_numbers(nodes[tips == 0] if np.count_nonzero(tips) else nodes)
+        lengths = self.length[nodes]
         is_full = lengths == self._tokens_per_block
-        if is_full.all():
-            full = self._key_list(rows)
-            deque(map(self._by_key.pop, full), maxlen=0)
-            return full
-        full = self._key_list(nodes[is_full])
-        partial = self._key_list(nodes[(lengths > 0) & ~is_full])
-        deque(map(self._by_key.pop, full + partial), maxlen=0)
-        return full
-
-    def has_parent_in(self, nodes: Slots) -> Flags:
-        """For each of ``nodes``, which are distinct, whether its parent is one of them."""
-        rows = index_of(nodes)
-        parents = self.parent[rows]
-        self._marks[rows] = True
-        inside: Flags = self._marks[parents] & (parents != NO_NODE)
-        self._marks[rows] = False
-        return inside
-
-    def _key_list(self, nodes: Index) -> list[bytes]:
-        keys: list[bytes] = self._keys[nodes].tolist()
+        keys: list[bytes] = self._keys[divided(nodes, is_full)[0]].tolist()
         self._keys[nodes] = None
         return keys
+
+    def has_parent_in(self, nodes: Rows) -> Flags:
+        """For each of ``nodes``, which are distinct, whether its parent is one of them."""
+        self._marks[nodes] = True
+        inside: Flags = self._marks[self.parent[nodes]]
+        self._marks[nodes] = False
+        return inside
+
+    def _fill(self, nodes: Slots, keys: Sequence[bytes], packed: bytes) -> None:
+        """Keep the keys and tokens of new full blocks."""
+        tokens = np.frombuffer(packed, dtype=np.uint8).reshape(len(keys), self._size)
+        runs = runs_of(nodes)
+        if len(runs) * LONG_RUN > len(nodes):
+            self._tokens[nodes] = tokens
+            self._keys[nodes] = keys
+            return
+        for first, end in runs:
+            start = int(nodes[first])
+            self._tokens[start : start + end - first] = tokens[first:end]
+            self._keys[start : start + end - first] = keys[first:end]
 
     def prune(self, node: int) -> list[bytes]:
         """Detach ``node`` and its ancestors as far as nobody needs them; returns the full ones'
@@ -258,7 +297,7 @@ class PrefixTree:
         removed: list[bytes] = []
         while node != NO_NODE and self.attached[node] and not self.is_needed(node):
             parent = int(self.parent[node])
-            removed += self.detach(np.array([node], dtype=np.int32), np.zeros(1, dtype=np.bool_))
+            removed += self.detach(np.array([node]), np.zeros(1, dtype=np.bool_))
             node = parent
         return removed
 
@@ -270,11 +309,12 @@ class PrefixTree:
         """One sequence less ends here."""
         self.tips[node] -= 1
         if not self.tips[node] and not self.attached[node]:
-            self._free_numbers(np.array([node], dtype=np.int32))
+            self._free_numbers(np.array([node]))
 
     def nodes(self) -> list[int]:
-        """All blocks, in insertion order."""
-        return list(self._by_key.values())
+        """All blocks."""
+        blocks: list[int] = np.flatnonzero(self.attached & (self.length > 0)).tolist()
+        return blocks
 
     def roots(self) -> list[int]:
         """All roots, in insertion order."""
@@ -289,17 +329,18 @@ class PrefixTree:
         reused = min(count, len(self._free))
         if self._end + count - reused > len(self.parent):
             self._grow(max(2 * len(self.parent), self._end + count))
-        fresh = np.arange(self._end, self._end + count - reused, dtype=np.int32)
-        self._end += len(fresh)
-        if reused:
-            start = len(self._free) - reused
-            fresh = np.concatenate((np.frombuffer(self._free[start:], dtype=np.int32), fresh))
-            del self._free[start:]
-        self.attached[fresh] = True
-        return fresh
+        start, end = len(self._free) - reused, self._end + count - reused
+        numbers = np.frombuffer(self._free[start:], dtype=np.int32)
+        del self._free[start:]
+        if reused < count:
+            fresh = np.arange(self._end, end, dtype=np.int32)
+            numbers = np.concatenate((numbers, fresh)) if reused else fresh
+        self._end = end
+        self.attached[numbers] = True
+        return numbers
 
-    def _free_numbers(self, nodes: Slots) -> None:
-        self._free.frombytes(np.ascontiguousarray(nodes[::-1], dtype=np.int32).tobytes())
+    def _free_numbers(self, nodes: Rows) -> None:
+        self._free.frombytes(nodes[::-1].astype(np.int32).tobytes())
 
     def _grow(self, capacity: int) -> None:
         def grown(old: npt.NDArray[np.generic], fill: int) -> npt.NDArray[np.generic]:
@@ -314,7 +355,7 @@ class PrefixTree:
         self.length = grown(self.length, 0)  # type: ignore[assignment]
         self.tips = grown(self.tips, 0)  # type: ignore[assignment]
         self.attached = grown(self.attached, 0)  # type: ignore[assignment]
-        self._marks = grown(self._marks, 0)  # type: ignore[assignment]
+        self._marks = np.zeros(capacity + 1, dtype=np.bool_)
         keys = np.empty(capacity, dtype=np.object_)
         keys[: len(self._keys)] = self._keys
         self._keys = keys

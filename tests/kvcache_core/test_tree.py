@@ -169,6 +169,31 @@ def test_keys_are_a_sha256_chain() -> None:
     assert keys[0].hex() == prefix_keys(b"scope", [1, 2], 2)[0].hex()
 
 
+def test_blocks_are_found_however_they_are_numbered() -> None:
+    """In a row, with another chain's between them, and up to where a row goes on differently."""
+    tree = PrefixTree(1, 2, 0)
+    root = tree.root(SCOPE)
+    chain = Prompt(SCOPE, range(40), 2)
+    branch = Prompt(SCOPE, [*range(24), *[9] * 16], 2)
+    mixed = [Prompt(SCOPE, [number] * 40, 2) for number in (50, 60)]
+    row = tree.insert_chain(root, chain.keys(20), chain.packed).tolist()
+    assert tree.walk(chain, 20).tolist() == row
+    assert tree.walk(branch, 20).tolist() == row[:12]
+    below = tree.insert_chain(row[11], branch.keys(20)[12:], branch.packed[96:]).tolist()
+    ends = [root, root]
+    paths: list[list[int]] = [[], []]
+    for block in range(20):
+        for prompt, path, number in zip(mixed, paths, range(2), strict=True):
+            tokens = prompt.packed[block * 8 : (block + 1) * 8]
+            ends[number] = tree.insert(ends[number], prompt.keys(20)[block], tokens)
+            path.append(ends[number])
+    assert [tree.walk(prompt, 20).tolist() for prompt in mixed] == paths
+    assert tree.walk(chain, 20).tolist() == row
+    assert tree.walk(branch, 20).tolist() == row[:12] + below
+    assert tree.walk(chain, 17).tolist() == row[:17]
+    assert not len(tree.walk(Prompt(b"another scope", range(40), 2), 20))
+
+
 def test_partial_matches_come_longest_first() -> None:
     tree = PrefixTree(1, 3, 0)
     root = tree.root(SCOPE)
