@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvcache_core.spec import ElementType
 from tests.transfer.geometries import Attention, Side, same_model
@@ -58,6 +62,15 @@ def test_every_pair_of_pools_is_a_part_with_its_own_unit() -> None:
     assert (data.unit_bytes, scales.unit_bytes) == (2 * 64 * 32, 2 * 64 * 32)
 
 
+def test_a_unit_divides_the_offsets_of_both_ends() -> None:
+    sides = GroupSide(0, 0, (8,)), GroupSide(0, 0, (8,))
+    for sender, receiver in ((0, 2), (2, 0), (4, 2)):
+        (part,) = CopyPlan.of(GroupPlan(*sides, (Fragment(0, sender, 0, receiver, 4),))).parts
+        assert part.unit_bytes == 2
+        assert part.sender.units.tolist() == [sender // 2, sender // 2 + 1]
+        assert part.receiver.units.tolist() == [receiver // 2, receiver // 2 + 1]
+
+
 def test_gather_and_scatter_touch_their_runs_only() -> None:
     pool = np.arange(40, dtype=np.uint8).reshape(4, 10)
     message = np.empty(2 * 6, dtype=np.uint8)
@@ -67,6 +80,41 @@ def test_gather_and_scatter_touch_their_runs_only() -> None:
     COPIES.scatter(PLAN, message, targets, np.array([0, 2], dtype=np.int32))
     assert targets[0].tolist() == [[32, 33, 36, 37], [0] * 4, [12, 13, 16, 17]]
     assert targets[1].tolist() == [[0, 0, 0, 0, 30, 31, 0, 0], [0] * 8, [0, 0, 0, 0, 10, 11, 0, 0]]
+
+
+PIECES = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=8
+)
+
+
+@given(pieces=PIECES, step=st.sampled_from([1, 4]), order=st.randoms(use_true_random=False))
+def test_both_passes_equal_a_copy_of_every_fragment(
+    pieces: list[tuple[int, int, int]], step: int, order: Random
+) -> None:
+    # Gaps and sizes in steps; the receiver has the same pieces in another order.
+    starts, ends = {}, [8, 8]
+    for number, (gap, _, size) in enumerate(pieces):
+        starts[number] = ends[0] + gap * step
+        ends[0] = starts[number] + size * step
+    fragments = []
+    for number in order.sample(range(len(pieces)), len(pieces)):
+        _, gap, size = pieces[number]
+        place = ends[1] + gap * step
+        ends[1] = place + size * step
+        fragments.append(Fragment(0, starts[number], 0, place, size * step))
+    group = GroupPlan(GroupSide(0, 0, (ends[0],)), GroupSide(0, 0, (ends[1],)), tuple(fragments))
+    plan = CopyPlan.of(group)
+    pool = np.arange(1, 1 + 2 * ends[0], dtype=np.uint8).reshape(2, ends[0])
+    target = np.zeros((3, ends[1]), dtype=np.uint8)
+    message = np.empty(2 * plan.block_bytes, dtype=np.uint8)
+    COPIES.gather(plan, [pool], np.array([1, 0], dtype=np.int32), message)
+    COPIES.scatter(plan, message, [target], np.array([0, 2], dtype=np.int32))
+    expected = np.zeros_like(target)
+    for piece in fragments:
+        here = slice(piece.sender_offset_bytes, piece.sender_offset_bytes + piece.size_bytes)
+        there = slice(piece.receiver_offset_bytes, piece.receiver_offset_bytes + piece.size_bytes)
+        expected[[0, 2], there] = pool[[1, 0], here]
+    assert np.array_equal(target, expected)
 
 
 def test_no_blocks_are_an_empty_message() -> None:

@@ -150,11 +150,12 @@ def test_a_missing_rank_is_not_taken_for_one_without_pages() -> None:
 
 
 def test_equal_context_parallel_ranks_pair_one_to_one() -> None:
-    side = replace(ONE, cp=2)
-    pair = same_model(side, side, (Attention(2), Recurrent(2)))
-    for receiver in pair.receivers(0):
+    side = Side(tp=2, dp=2, stages=(1, 1), cp=3)
+    pair = same_model(side, side, (Recurrent(2), Recurrent(2)))
+    for receiver in pair.receivers(1):
         (sender,) = senders_to(receiver, pair.senders(0), 0)
         assert sender.shape.cp_rank == receiver.shape.cp_rank
+        assert sender.shape.pp_rank == receiver.shape.pp_rank
 
 
 def test_who_drafts_alone_is_told() -> None:
