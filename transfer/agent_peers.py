@@ -16,7 +16,6 @@ from typing import Any, Final
 from transfer.agent_config import AgentConfig
 from transfer.agent_pair import Pair, Side
 from transfer.auth import AuthenticationError, mint_nonce
-from transfer.compatibility import check_peer
 from transfer.control import (
     HANDSHAKE_FAILURES,
     ControlConnection,
@@ -29,6 +28,7 @@ from transfer.control import (
     read_introduction,
     refuse,
 )
+from transfer.direct import check_direct
 from transfer.identity import Incarnation, PeerAddress
 from transfer.messages import Introduction
 from transfer.rank_info import RankInfo
@@ -316,7 +316,7 @@ class PeerConnector:
             )
 
     def _check(self, peer: RankInfo) -> None:
-        rows = check_peer(self.info, peer)
+        rows = check_direct(self.info, peer)
         if not rows:
             self.refusals.pop(str(peer.incarnation), None)
             return

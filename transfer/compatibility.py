@@ -1,56 +1,28 @@
-"""Whether two ranks can exchange pages: every reason why not, with both values.
+"""Whether a plan can map the pages of two ranks: every reason why not, with both values.
 
 Run on both ends before any address is used. A pair is refused for facts that change what a page
-means, and for geometry that sessions cannot move; nothing is refused for being merely different.
+means and for layouts that no ``TransferPlan`` maps; nothing is refused for being merely different.
 ``check_peer(a, b)`` and ``check_peer(b, a)`` give the same rows with the values exchanged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Final
 
-from typing_extensions import override
-
-from transfer.plan import TransferPlan
+from transfer.incompatibility import Facts, Incompatibility, PeerIncompatible, fact_rows, value_text
+from transfer.page_faults import page_faults, stage
+from transfer.page_runs import element_bits, splits_bytes
 from transfer.rank_info import PageBuffer, PageGroup, PageView, RankInfo
-
-ABSENT: Final = "absent"
-
-
-@dataclass(frozen=True, slots=True)
-class Incompatibility:
-    """One fact on which two ranks disagree."""
-
-    field: str
-    local: str
-    remote: str
-    advice: str
-
-    @override
-    def __str__(self) -> str:
-        return f"{self.field}: ours is {self.local}, the peer's is {self.remote}; {self.advice}"
-
-
-class PeerIncompatible(ConnectionError):
-    """The pair cannot exchange pages. ``rows`` are all reasons."""
-
-    def __init__(self, peer: str, rows: tuple[Incompatibility, ...]) -> None:
-        self.rows = rows
-        reasons = "\n  ".join(str(row) for row in rows)
-        super().__init__(f"cannot exchange pages with {peer}:\n  {reasons}")
-
+from transfer.sharding import num_shards, shard_index
 
 SAME_RELEASE: Final = "run one release on both"
 SAME_BLOCKS: Final = "give the whole cluster one tokens_per_block"
 SAME_MODEL: Final = "serve one revision of one model on both"
 SAME_DTYPE: Final = "give both the same KV cache dtype"
-SAME_DRAFT: Final = "configure the same drafter and the same PAGEFERRY_SHARED_DRAFT_KV on both"
-SAME_SHAPE: Final = "pages are mapped between equal parallel shapes only; start both alike"
-SAME_LAYOUT: Final = "pages differ in geometry; start both with one model and configuration"
+SAME_DRAFT: Final = "configure the same drafter on both, or none on one of them"
 
-FACTS: Final[Mapping[str, tuple[Callable[[RankInfo], object], str]]] = {
+FACTS: Final[Facts] = {
     "protocol": (lambda info: info.protocol, SAME_RELEASE),
     "tokens_per_block": (lambda info: info.tokens_per_block, SAME_BLOCKS),
     "model": (lambda info: info.engine.model, SAME_MODEL),
@@ -60,114 +32,84 @@ FACTS: Final[Mapping[str, tuple[Callable[[RankInfo], object], str]]] = {
     "attention": (lambda info: info.engine.attention, SAME_MODEL),
     "kv_dtype": (lambda info: info.engine.kv_dtype, SAME_DTYPE),
     "kv_scales": (lambda info: info.engine.kv_scales, SAME_DTYPE),
+}
+"""Facts that must be equal whatever the drafters."""
+
+DRAFT_FACTS: Final[Facts] = {
     "num_draft_layers": (lambda info: info.num_draft_layers, SAME_DRAFT),
     "draft_kv_dtype": (lambda info: info.draft_kv_dtype, SAME_DRAFT),
-    "attention_tp_size": (lambda info: info.shape.attention_tp_size, SAME_SHAPE),
-    "attention_tp_rank": (lambda info: info.shape.attention_tp_rank, SAME_SHAPE),
-    "pp_size": (lambda info: info.shape.pp_size, SAME_SHAPE),
-    "pp_rank": (lambda info: info.shape.pp_rank, SAME_SHAPE),
-    "layers_per_stage": (lambda info: info.layers_per_stage, SAME_SHAPE),
-    "cp_size": (lambda info: info.shape.cp_size, SAME_SHAPE),
-    "cp_rank": (lambda info: info.shape.cp_rank, SAME_SHAPE),
 }
-"""Facts of a rank that must be equal: how to read each, and what to do about it."""
+"""Facts that must be equal where both share draft layers; either side may draft alone."""
 
-PAGE_FACTS: Final[Mapping[str, Callable[[PageView, PageGroup, PageBuffer], object]]] = {
-    "mapping": lambda view, _group, _buffer: view.mapping,
-    "element": lambda view, _group, _buffer: view.element,
-    "total_heads": lambda view, _group, _buffer: view.total_heads,
-    "num_heads": lambda view, _group, _buffer: view.num_heads,
-    "first_head": lambda view, _group, _buffer: view.first_head,
-    "elements_per_head": lambda view, _group, _buffer: view.elements_per_head,
-    "tokens_per_page": lambda view, _group, _buffer: view.tokens_per_page,
-    "pages_per_block": lambda view, _group, _buffer: view.pages_per_block,
-    "page_bytes": lambda view, _group, _buffer: view.page_bytes,
-    "page_stride_bytes": lambda view, _group, _buffer: view.page_stride_bytes,
-    "size_bytes": lambda _view, _group, buffer: buffer.size_bytes,
-    "sections": lambda view, _group, _buffer: view.sections,
-    "kind": lambda _view, group, _buffer: group.kind,
-    "window": lambda _view, group, _buffer: group.window,
-    "sink_blocks": lambda _view, group, _buffer: group.sink_blocks,
+PAGE_FACTS: Final[Mapping[str, Callable[[PageView], object]]] = {
+    "mapping": lambda view: view.mapping,
+    "element": lambda view: view.element,
+    "total_heads": lambda view: None if view.sections else view.total_heads,
+    "elements_per_head": lambda view: None if view.sections else view.elements_per_head,
+    "element_bits": element_bits,
+    "sections": lambda view: tuple(size * num_shards(view) for size in view.sections),
 }
-"""Facts of the pages of a buffer that both ranks hold, and of the group it lives in."""
+"""Facts that the pages of a buffer have in common on all ranks that hold a part of it."""
 
+Held = tuple[PageView, PageGroup, PageBuffer]
 BufferKey = tuple[str, int, str]
 """Owner, layer id, role."""
 
 
 def check_peer(local: RankInfo, remote: RankInfo) -> tuple[Incompatibility, ...]:
-    """Every reason why these two ranks cannot exchange pages; empty when they can."""
+    """Every reason why no plan maps pages between these two ranks; empty when one does."""
     rows = list(_fact_rows(local, remote))
-    rows.extend(_page_rows(local, remote))
-    if not rows:
-        rows.extend(_layout_rows(local, remote))
+    rows.extend(_table_rows(local, remote))
+    if not any(row.field == "page table" for row in rows):
+        rows.extend(_page_rows(local, remote))
     return tuple(rows)
 
 
 def require_peer(local: RankInfo, remote: RankInfo) -> None:
-    """Raise PeerIncompatible unless the pair can exchange pages."""
+    """Raise PeerIncompatible unless pages of the pair can be mapped."""
     rows = check_peer(local, remote)
     if rows:
         raise PeerIncompatible(str(remote.incarnation), rows)
 
 
 def _fact_rows(local: RankInfo, remote: RankInfo) -> Iterator[Incompatibility]:
-    for name, (read, advice) in FACTS.items():
-        ours, theirs = read(local), read(remote)
-        if ours != theirs:
-            yield Incompatibility(name, _text(ours), _text(theirs), advice)
-    if local.shape.cp_size > 1 and remote.shape.cp_size > 1:
+    yield from fact_rows(FACTS, local, remote)
+    if local.num_draft_layers is not None and remote.num_draft_layers is not None:
+        yield from fact_rows(DRAFT_FACTS, local, remote)
+    sizes = local.shape.cp_size, remote.shape.cp_size
+    if min(sizes) > 1 and sizes[0] != sizes[1]:
         yield Incompatibility(
-            "context parallelism",
-            _text(local.shape.cp_size),
-            _text(remote.shape.cp_size),
-            "pages of context parallel ranks are not mapped; use cp 1",
+            "cp_size", str(sizes[0]), str(sizes[1]), "use cp 1 on one side, or the same on both"
+        )
+
+
+def _table_rows(local: RankInfo, remote: RankInfo) -> Iterator[Incompatibility]:
+    faults = page_faults(local), page_faults(remote)
+    if any(faults):
+        ours, theirs = ("; ".join(found) or "consistent" for found in faults)
+        yield Incompatibility(
+            "page table", ours, theirs, "a rank contradicts itself; run one release on both"
         )
 
 
 def _page_rows(local: RankInfo, remote: RankInfo) -> Iterator[Incompatibility]:
-    ours, theirs = _buffers(local), _buffers(remote)
+    ours, theirs = held_buffers(local), held_buffers(remote)
+    yield from _missing_rows(local, remote)
     for owner in ("target", "draft"):
-        own = {key for key in ours if key[0] == owner}
-        their = {key for key in theirs if key[0] == owner}
-        if own != their:
-            yield Incompatibility(
-                f"{owner} buffers",
-                _keys_text(own - their),
-                _keys_text(their - own),
-                "each lists what the other lacks; " + SAME_LAYOUT,
-            )
-        for name, read in PAGE_FACTS.items():
-            pairs = {
-                (_text(read(*ours[key])), _text(read(*theirs[key])))
-                for key in own & their
-                if read(*ours[key]) != read(*theirs[key])
-            }
-            if pairs:
+        pairs = [(ours[key], theirs[key]) for key in ours if key[0] == owner and key in theirs]
+        for name, (differ, text, advice) in _COMPARED.items():
+            values = {(text(a), text(b)) for a, b in pairs if differ(a, b)}
+            if values:
                 yield Incompatibility(
                     f"{owner} {name}",
-                    " / ".join(sorted({pair[0] for pair in pairs})),
-                    " / ".join(sorted({pair[1] for pair in pairs})),
-                    SAME_LAYOUT,
+                    " / ".join(sorted({value[0] for value in values})),
+                    " / ".join(sorted({value[1] for value in values})),
+                    advice,
                 )
-    kinds = [{group.kind for _, group, _ in held.values()} for held in (ours, theirs)]
-    if set.union(*kinds) - {"attention"}:
-        yield Incompatibility(
-            "page kind",
-            "+".join(sorted(kinds[0])),
-            "+".join(sorted(kinds[1])),
-            "only attention pages are mapped; serve this model aggregated",
-        )
 
 
-def _layout_rows(local: RankInfo, remote: RankInfo) -> Iterator[Incompatibility]:
-    plan = TransferPlan.between(local, remote)
-    covered = len(plan.groups) == len(local.page_table.groups) == len(remote.page_table.groups)
-    if not covered or not all(group.direct for group in plan.groups):
-        yield Incompatibility("slot layout", _layout_text(local), _layout_text(remote), SAME_LAYOUT)
-
-
-def _buffers(info: RankInfo) -> dict[BufferKey, tuple[PageView, PageGroup, PageBuffer]]:
+def held_buffers(info: RankInfo) -> dict[BufferKey, Held]:
+    """Buffers of a rank with the view and the group that they are in."""
     return {
         (view.owner, buffer.layer_id, buffer.role): (
             view,
@@ -179,31 +121,88 @@ def _buffers(info: RankInfo) -> dict[BufferKey, tuple[PageView, PageGroup, PageB
     }
 
 
-def _text(value: object) -> str:
-    match value:
-        case None:
-            return ABSENT
-        case tuple():
-            return "[" + ", ".join(str(entry) for entry in value) + "]"
-        case _:
-            return str(value)
+def _missing_rows(local: RankInfo, remote: RankInfo) -> Iterator[Incompatibility]:
+    """Layers that both should have, and buffers that one of them lacks."""
+    ours, theirs = set(held_buffers(local)), set(held_buffers(remote))
+    for owner, layers in (
+        ("target", _common_stage(local, remote)),
+        ("draft", _common_drafts(local, remote)),
+    ):
+        own = {key for key in ours if key[0] == owner and key[1] in layers}
+        their = {key for key in theirs if key[0] == owner and key[1] in layers}
+        if own != their:
+            yield Incompatibility(
+                f"{owner} buffers",
+                keys_text(own - their),
+                keys_text(their - own),
+                "each lists what the other lacks; start both with one model and configuration",
+            )
 
 
-def _keys_text(keys: set[BufferKey]) -> str:
+def keys_text(keys: set[BufferKey]) -> str:
+    """Roles and layers of some buffers."""
     if not keys:
         return "nothing more"
     roles = sorted({role for _, _, role in keys})
     layers = sorted({layer for _, layer, _ in keys})
-    return f"{'+'.join(roles)} of layers {_text(tuple(layers))}"
+    return f"{'+'.join(roles)} of layers {value_text(tuple(layers))}"
 
 
-def _layout_text(info: RankInfo) -> str:
-    return "; ".join(
-        f"{view.owner} group {view.layer_group} pool {view.pool}: "
-        + ", ".join(
-            f"layer {buffer.layer_id} {buffer.role} at {buffer.offset_bytes}+{buffer.size_bytes}"
-            for buffer in view.buffers
-        )
-        + f" of {info.page_table.group(view.layer_group).slot_bytes}"
-        for view in info.page_table.views
+def _common_stage(local: RankInfo, remote: RankInfo) -> range:
+    ours, theirs = stage(local), stage(remote)
+    return range(max(ours[0], theirs[0]), min(ours[1], theirs[1]))
+
+
+def _common_drafts(local: RankInfo, remote: RankInfo) -> frozenset[int]:
+    ours, theirs = (frozenset(info.page_table.draft_layers) for info in (local, remote))
+    if len(ours) == local.num_draft_layers and len(theirs) == remote.num_draft_layers:
+        return ours | theirs
+    # One of them holds some draft layers of a stage, or none: the others are another rank's.
+    return ours & theirs
+
+
+Differ = Callable[[Held, Held], bool]
+Text = Callable[[Held], str]
+
+
+def _page_fact(read: Callable[[PageView], object]) -> tuple[Differ, Text, str]:
+    return (
+        lambda a, b: read(a[0]) != read(b[0]),
+        lambda held: value_text(read(held[0])),
+        "pages differ in geometry; start both with one model and configuration",
     )
+
+
+def _windows_differ(a: Held, b: Held) -> bool:
+    # None is a window that covers the longest sequence of its side.
+    return None not in (a[1].window, b[1].window) and a[1].window != b[1].window
+
+
+def _sinks_differ(a: Held, b: Held) -> bool:
+    return None not in (a[1].window, b[1].window) and a[1].sink_blocks != b[1].sink_blocks
+
+
+def _cut_differs(a: Held, b: Held) -> bool:
+    same_bits = all(read(a[0]) == read(b[0]) for read in PAGE_FACTS.values())
+    return same_bits and splits_bytes(a[0], b[0])
+
+
+_COMPARED: Final[Mapping[str, tuple[Differ, Text, str]]] = {
+    **{name: _page_fact(read) for name, read in PAGE_FACTS.items()},
+    "kind": (
+        lambda a, b: a[1].kind != b[1].kind,
+        lambda held: held[1].kind,
+        SAME_MODEL,
+    ),
+    "window": (_windows_differ, lambda held: value_text(held[1].window), SAME_MODEL),
+    "sink_blocks": (_sinks_differ, lambda held: str(held[1].sink_blocks), SAME_MODEL),
+    "section cut": (
+        _cut_differs,
+        lambda held: (
+            f"shard {shard_index(held[0])} of {num_shards(held[0])}, sections "
+            f"{value_text(held[0].sections)} of {held[0].element}"
+        ),
+        "elements smaller than a byte cannot be split there; use equal tensor parallel sizes",
+    ),
+}
+"""By name: whether two holders of a buffer differ, what a row shows of each, and the advice."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+from kvcache_core.address import BufferAddress
 from kvcache_core.groups import View
 from kvcache_core.layout import LayoutPlan
-from kvcache_core.spec import KVCacheLayerOwner, PageMapping
+from kvcache_core.spec import BufferRole, KVCacheLayerOwner, PageMapping
 from transfer.rank_info import Owner, PageBuffer, PageGroup, PageTable, PageView, ParallelShape
 
 OWNERS: Mapping[KVCacheLayerOwner, Owner] = {
@@ -15,14 +17,18 @@ OWNERS: Mapping[KVCacheLayerOwner, Owner] = {
 }
 
 
+TotalHeads = Mapping[tuple[int, BufferRole], int]
+"""Heads of a buffer over all ranks of an attention tp group, by layer id and role."""
+
+
 def page_table_of(
-    plan: LayoutPlan, shape: ParallelShape, total_heads: Mapping[int, int] | None = None
+    plan: LayoutPlan, shape: ParallelShape, total_heads: TotalHeads | None = None
 ) -> PageTable:
     """Page table of ``plan`` without its PRIVATE layers.
 
-    ``total_heads`` gives the kv heads of a layer over all ranks, which a rank's plan does not tell
-    when heads are replicated; without it each head lives on one rank. Raises ValueError for heads
-    that do not spread evenly.
+    ``total_heads`` tells what a rank's plan does not: which heads other ranks hold as well. Without
+    an entry each head of a head-major buffer, and each section of a sectioned one, lives on one
+    rank. Raises ValueError for heads that do not spread evenly.
     """
     groups = set(plan.transferable_groups())
     return PageTable(
@@ -39,13 +45,56 @@ def page_table_of(
             if group.id in groups
         ),
         views=tuple(
-            _page_view(view, shape, total_heads or {}) for view in plan.views if view.transferable
+            page_view
+            for view in plan.views
+            if view.transferable
+            for page_view in _page_views(view, shape, total_heads or {})
         ),
     )
 
 
+def append_drafts(target: PageTable, drafts: PageTable, shift: DraftShift) -> PageTable:
+    """One table of a rank whose drafter has a layout plan and pools of its own.
+
+    ``drafts`` is the drafter's table, shifted behind the target's numbers.
+    """
+    return PageTable(
+        groups=target.groups
+        + tuple(
+            group.model_copy(
+                update={
+                    "layer_group": group.layer_group + shift.layer_groups,
+                    "pool_group": group.pool_group + shift.pool_groups,
+                }
+            )
+            for group in drafts.groups
+        ),
+        views=target.views
+        + tuple(
+            view.model_copy(update={"layer_group": view.layer_group + shift.layer_groups})
+            for view in drafts.views
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShift:
+    """What is added to the drafter's own numbers: the counts of the target's plan."""
+
+    layer_groups: int
+    pool_groups: int
+
+    @classmethod
+    def behind(cls, plan: LayoutPlan) -> DraftShift:
+        """Behind all groups of ``plan``, private ones too."""
+        return cls(len(plan.layer_groups), len(plan.pool_groups))
+
+
 def draft_facts(plan: LayoutPlan) -> tuple[int, str] | None:
-    """Number of shared draft layers and their element types, or None without any."""
+    """Number of shared draft layers and their element types, or None without any.
+
+    A ``RankInfo`` tells them of the whole instance: of the plan of a rank that holds all of them.
+    """
     groups = set(plan.transferable_groups())
     drafts = [
         spec
@@ -57,17 +106,22 @@ def draft_facts(plan: LayoutPlan) -> tuple[int, str] | None:
     return len(drafts), "+".join(sorted({spec.dtype.value for spec in drafts}))
 
 
-def _page_view(view: View, shape: ParallelShape, total_heads: Mapping[int, int]) -> PageView:
+def _page_views(view: View, shape: ParallelShape, total_heads: TotalHeads) -> Iterator[PageView]:
+    """One page view for each number of heads over all ranks: it decides who else holds a head."""
     geometry = view.geometry
     replicated = geometry.mapping is PageMapping.REPLICATED
-    total = geometry.num_heads * (1 if replicated else shape.attention_tp_size)
-    totals = {total_heads.get(buffer.layer_id, total) for buffer in view.buffers}
-    if len(totals) > 1:
-        raise ValueError(
-            f"layers of one view have {sorted(totals)} kv heads in all; "
-            "layers of one geometry must have one number of heads"
-        )
-    (total,) = totals
+    alone = geometry.num_heads * shape.attention_tp_size
+    by_total: dict[int, list[BufferAddress]] = {}
+    for buffer in view.buffers:
+        total = total_heads.get((buffer.layer_id, buffer.role), alone)
+        by_total.setdefault(geometry.num_heads if replicated else total, []).append(buffer)
+    for total, buffers in by_total.items():
+        first = 0 if replicated else first_head(shape, geometry.num_heads, total)
+        yield _page_view(view, buffers, first, total)
+
+
+def _page_view(view: View, buffers: Sequence[BufferAddress], first: int, total: int) -> PageView:
+    geometry = view.geometry
     return PageView(
         owner=OWNERS[view.owner],
         layer_group=view.layer_group,
@@ -75,7 +129,7 @@ def _page_view(view: View, shape: ParallelShape, total_heads: Mapping[int, int])
         mapping=geometry.mapping.value,
         element=geometry.dtype.value,
         num_heads=geometry.num_heads,
-        first_head=0 if replicated else first_head(shape, geometry.num_heads, total),
+        first_head=first,
         total_heads=total,
         elements_per_head=geometry.elements_per_head,
         tokens_per_page=geometry.tokens_per_page,
@@ -90,7 +144,7 @@ def _page_view(view: View, shape: ParallelShape, total_heads: Mapping[int, int])
                 offset_bytes=buffer.offset_bytes,
                 size_bytes=buffer.bytes,
             )
-            for buffer in view.buffers
+            for buffer in buffers
         ),
     )
 

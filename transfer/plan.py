@@ -2,10 +2,10 @@
 
 A function of two ``RankInfo`` values, computed alike by both ends, so that an index into
 ``groups`` means the same on both. Fragments are worked out per (owner, head count) view: layers
-held by both ranks, heads held by both, and of several ranks that hold the same head one elected
-sender, so that over all senders every byte of the receiver is written exactly once. Where the
-fragments of a layer group are whole slots on both ends the group is *direct*: its slots move from
-leased page to leased page.
+held by both ranks, heads held by both, and of several ranks that hold the same heads one elected
+sender, so that over all senders of a data parallel group every byte of the receiver is written
+exactly once. Where the fragments of a layer group are whole slots on both ends the group is
+*direct*: its slots move from leased page to leased page; otherwise a ``CopyPlan`` gathers them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from transfer.rank_info import PageBuffer, PageGroup, PageView, ParallelShape, RankInfo
+from transfer.held_blocks import ALL_BLOCKS, BlockPairs, HeldBlocks, block_pairs
+from transfer.page_runs import PageRun, page_runs
+from transfer.rank_info import PageBuffer, PageGroup, PageView, RankInfo
+from transfer.sharding import is_elected, is_elected_for_state, share_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +32,14 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class GroupSide:
-    """One end of a layer group: its id there, its pool group and the slot size in each pool."""
+    """One end of a layer group: its id there, its pool group, the slot size in each pool, and which
+    blocks of a request it holds.
+    """
 
     layer_group: int
     pool_group: int
     slot_bytes: tuple[int, ...]
+    held: HeldBlocks = ALL_BLOCKS
 
     @property
     def block_bytes(self) -> int:
@@ -62,121 +68,106 @@ class GroupPlan:
         )
         return self.sender.slot_bytes == self.receiver.slot_bytes and self.fragments == whole
 
+    def blocks(self, first_block: int, end_block: int, prompt_tokens: int) -> BlockPairs:
+        """Blocks of ``[first_block, end_block)`` that move; none where the receiver holds none.
+
+        Ordinals count over the whole sequence. Raises ValueError for blocks outside the prompt.
+        """
+        span = (first_block, end_block)
+        return block_pairs(self.sender.held, self.receiver.held, span, prompt_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """How pages go from one sender rank to one receiver rank."""
+    """How pages go from one sender rank to one receiver rank.
+
+    Without groups the two ranks have nothing to say to each other.
+    """
 
     groups: tuple[GroupPlan, ...]
+    receiver_only_drafts: tuple[int, ...] = ()
+    """Draft layers of a receiver that drafts alone: no rank of the sender has them, nothing is
+    written to their pages.
+    """
+    sender_only_drafts: tuple[int, ...] = ()
+    """Draft layers of a sender that drafts alone: nothing is read from their pages."""
 
     @classmethod
     def between(cls, sender: RankInfo, receiver: RankInfo) -> TransferPlan:
         """Plan of a pair that ``check_peer`` has passed."""
-        groups = []
-        for receiver_group in receiver.page_table.groups:
-            for sender_group in sender.page_table.groups:
-                fragments = tuple(
-                    merge_fragments(
-                        _group_fragments(sender, sender_group, receiver, receiver_group)
-                    )
-                )
-                if fragments:
-                    groups.append(GroupPlan(_side(sender_group), _side(receiver_group), fragments))
-        return cls(tuple(groups))
-
-
-def _side(group: PageGroup) -> GroupSide:
-    return GroupSide(group.layer_group, group.pool_group, group.slot_bytes)
-
-
-def _group_fragments(
-    sender: RankInfo, sender_group: PageGroup, receiver: RankInfo, receiver_group: PageGroup
-) -> Iterator[Fragment]:
-    for source in sender.page_table.views:
-        if source.layer_group != sender_group.layer_group:
-            continue
-        sources = {(buffer.layer_id, buffer.role): buffer for buffer in source.buffers}
-        for target in receiver.page_table.views:
-            if (
-                target.layer_group != receiver_group.layer_group
-                or target.owner != source.owner
-                or page_facts(target) != page_facts(source)
-            ):
-                continue
-            heads = tuple(elected_heads(sender.shape, source, receiver.shape, target))
-            for buffer in target.buffers:
-                origin = sources.get((buffer.layer_id, buffer.role))
-                if origin is not None:
-                    yield from _buffer_fragments(source, origin, target, buffer, heads)
-
-
-def page_facts(view: PageView) -> tuple[object, ...]:
-    """What must be equal for bytes of one view to mean the same in another; heads may differ."""
-    return (
-        view.mapping,
-        view.element,
-        view.total_heads,
-        view.elements_per_head,
-        view.tokens_per_page,
-        view.pages_per_block,
-        view.sections,
-        view.page_bytes // view.num_heads,
-    )
-
-
-def holders(shape: ParallelShape, view: PageView, head: int) -> tuple[int, ...]:
-    """Attention tp ranks of an instance that hold ``head`` in a view like ``view``, ascending."""
-    ranks = shape.attention_tp_size
-    if view.mapping == "replicated":
-        return tuple(range(ranks))
-    if view.total_heads >= ranks:
-        return (head // view.num_heads,)
-    copies = ranks // view.total_heads
-    return tuple(range(head * copies, (head + 1) * copies))
-
-
-def elected_heads(
-    sender: ParallelShape, source: PageView, receiver: ParallelShape, target: PageView
-) -> Iterator[int]:
-    """Heads that this sender, and no other rank of its instance, writes into ``target``."""
-    for head in range(target.first_head, target.first_head + target.num_heads):
-        candidates = holders(sender, source, head)
-        elected = candidates[receiver.attention_tp_rank % len(candidates)]
-        if elected == sender.attention_tp_rank:
-            yield head
-
-
-def _buffer_fragments(
-    source: PageView,
-    origin: PageBuffer,
-    target: PageView,
-    buffer: PageBuffer,
-    heads: tuple[int, ...],
-) -> Iterator[Fragment]:
-    if (
-        len(heads) == source.num_heads == target.num_heads
-        and origin.size_bytes == buffer.size_bytes
-        and source.page_stride_bytes == target.page_stride_bytes
-    ):
-        # All of it, padding between pages too, so that whole slots show as whole.
-        yield Fragment(
-            source.pool, origin.offset_bytes, target.pool, buffer.offset_bytes, buffer.size_bytes
+        fragments = _fragments(sender, receiver)
+        return cls(
+            tuple(
+                GroupPlan(_side(sender, source), _side(receiver, target), merged)
+                for target in receiver.page_table.groups
+                for source in sender.page_table.groups
+                if (merged := fragments.get((source.layer_group, target.layer_group)))
+            ),
+            receiver_only_drafts=_drafts_alone(receiver, sender),
+            sender_only_drafts=_drafts_alone(sender, receiver),
         )
-        return
-    head_bytes = target.page_bytes // target.num_heads
-    for page in range(target.pages_per_block):
-        for head in heads:
-            yield Fragment(
-                source.pool,
-                origin.offset_bytes
-                + page * source.page_stride_bytes
-                + (head - source.first_head) * head_bytes,
-                target.pool,
-                buffer.offset_bytes
-                + page * target.page_stride_bytes
-                + (head - target.first_head) * head_bytes,
-                head_bytes,
+
+
+def _side(info: RankInfo, group: PageGroup) -> GroupSide:
+    held = HeldBlocks.of(info, group)
+    return GroupSide(group.layer_group, group.pool_group, group.slot_bytes, held)
+
+
+def _drafts_alone(info: RankInfo, other: RankInfo) -> tuple[int, ...]:
+    if other.num_draft_layers is not None:
+        return ()
+    return info.page_table.draft_layers
+
+
+def _fragments(sender: RankInfo, receiver: RankInfo) -> dict[tuple[int, int], tuple[Fragment, ...]]:
+    """Fragments by (sender's layer group, receiver's layer group), merged."""
+    sources = {
+        (view.owner, buffer.layer_id, buffer.role): (index, view, buffer)
+        for index, view in enumerate(sender.page_table.views)
+        for buffer in view.buffers
+    }
+    found: dict[tuple[int, int], list[Fragment]] = {}
+    for target in receiver.page_table.views:
+        # Layers of a view have their runs in common.
+        runs: dict[int, tuple[PageRun, ...]] = {}
+        for buffer in target.buffers:
+            held = sources.get((target.owner, buffer.layer_id, buffer.role))
+            if held is None:
+                continue
+            index, source, origin = held
+            if index not in runs:
+                runs[index] = _view_runs(sender, source, receiver, target)
+            key = (source.layer_group, target.layer_group)
+            found.setdefault(key, []).extend(
+                _placed(run, (source.pool, origin), (target.pool, buffer)) for run in runs[index]
             )
+    return {key: tuple(merge_fragments(pieces)) for key, pieces in found.items()}
+
+
+def _view_runs(
+    sender: RankInfo, source: PageView, receiver: RankInfo, target: PageView
+) -> tuple[PageRun, ...]:
+    """Runs of one buffer that this sender writes; none where another rank does."""
+    if not is_elected(sender.shape, source, receiver.shape):
+        return ()
+    if sender.page_table.group(source.layer_group).kind == "state":
+        meet = is_elected_for_state(sender.shape, receiver.shape)
+    else:
+        meet = share_blocks(sender.shape, receiver.shape)
+    return tuple(page_runs(source, target)) if meet else ()
+
+
+def _placed(
+    run: PageRun, origin: tuple[int, PageBuffer], place: tuple[int, PageBuffer]
+) -> Fragment:
+    """``run`` of a buffer that lies in a pool of either end."""
+    return Fragment(
+        sender_pool=origin[0],
+        sender_offset_bytes=origin[1].offset_bytes + run.sender_bytes,
+        receiver_pool=place[0],
+        receiver_offset_bytes=place[1].offset_bytes + run.receiver_bytes,
+        size_bytes=run.size_bytes,
+    )
 
 
 def merge_fragments(fragments: Iterable[Fragment]) -> Iterator[Fragment]:

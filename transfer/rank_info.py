@@ -2,14 +2,21 @@
 
 Everything that decides whether and how pages map from one rank to another is here, and nothing else
 is consulted: ``check_peer`` and ``TransferPlan`` are functions of two of these values. Facts of the
-draft layers are absent from the wire when there are no shared draft layers.
+draft layers are absent from the wire when there are no shared draft layers. Fields that this
+release does not know are ignored, so that a later one may add facts that old peers need not read.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from transfer.identity import Incarnation
 from transfer.wire import PROTOCOL_VERSION, Message
@@ -19,7 +26,13 @@ Count = Annotated[int, Field(ge=0)]
 Size = Annotated[int, Field(ge=1)]
 
 
-class PageBuffer(Message):
+class RankFacts(Message):
+    """Base of everything in a ``RankInfo``: unknown fields are ignored when it is read."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+
+class PageBuffer(RankFacts):
     """Pages of one role of one layer, ``size_bytes`` from ``offset_bytes`` of each slot."""
 
     layer_id: Count
@@ -29,7 +42,7 @@ class PageBuffer(Message):
     size_bytes: Size
 
 
-class PageView(Message):
+class PageView(RankFacts):
     """Unit of transfer: buffers of one owner in one layer group, in one pool, of one geometry.
 
     A page is ``[num_heads, max(tokens_per_page, 1), elements_per_head]``; the pages of a block
@@ -56,7 +69,7 @@ class PageView(Message):
     buffers: tuple[PageBuffer, ...]
 
 
-class PageGroup(Message):
+class PageGroup(RankFacts):
     """One layer group: which blocks live, and the pools that hold its slots."""
 
     layer_group: Count
@@ -69,7 +82,7 @@ class PageGroup(Message):
     """One a pool of the pool group."""
 
 
-class PageTable(Message):
+class PageTable(RankFacts):
     """Layout of a rank's transferable pages."""
 
     groups: tuple[PageGroup, ...]
@@ -81,6 +94,20 @@ class PageTable(Message):
             if group.layer_group == layer_group:
                 return group
         raise KeyError(f"page table has no layer group {layer_group}")
+
+    @property
+    def draft_layers(self) -> tuple[int, ...]:
+        """Draft layers with pages in this table, ascending."""
+        return tuple(
+            sorted(
+                {
+                    buffer.layer_id
+                    for view in self.views
+                    if view.owner == "draft"
+                    for buffer in view.buffers
+                }
+            )
+        )
 
     @model_validator(mode="after")
     def _check_references(self) -> PageTable:
@@ -94,11 +121,11 @@ class PageTable(Message):
         return self
 
 
-class ParallelShape(Message):
+class ParallelShape(RankFacts):
     """Sizes of the instance and this rank's place in it.
 
     ``dp`` counts attention data parallel groups inside ``tp``: attention heads are split over
-    ``tp_size / dp_size`` ranks.
+    ``tp_size / dp_size`` neighbouring ranks, and a request lives in one such group.
     """
 
     tp_size: Size = 1
@@ -132,10 +159,15 @@ class ParallelShape(Message):
                 raise ValueError(f"{name}_rank {rank} is not below {name}_size {size}")
         if self.tp_size % self.dp_size:
             raise ValueError(f"dp_size {self.dp_size} does not divide tp_size {self.tp_size}")
+        if self.dp_rank != self.tp_rank // self.attention_tp_size:
+            raise ValueError(
+                f"tp_rank {self.tp_rank} is in dp group {self.tp_rank // self.attention_tp_size}, "
+                f"got dp_rank {self.dp_rank}; groups are neighbouring tp ranks"
+            )
         return self
 
 
-class EngineFacts(Message):
+class EngineFacts(RankFacts):
     """Facts that change the numbers inside a page: where they differ a peer misreads pages."""
 
     model: str
@@ -149,7 +181,7 @@ class EngineFacts(Message):
     attention: Literal["grouped", "latent"]
 
 
-class RankInfo(Message):
+class RankInfo(RankFacts):
     """One rank of one incarnation."""
 
     protocol: int = PROTOCOL_VERSION
@@ -161,6 +193,7 @@ class RankInfo(Message):
     tokens_per_block: Size
     engine: EngineFacts
     num_draft_layers: int | None = Field(default=None, ge=1)
+    """Draft layers that all ranks of the instance together share with peers; None without any."""
     draft_kv_dtype: str | None = None
     page_table: PageTable
     data_host: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.spec import ElementType, KVCacheLayerOwner, KVCacheLayerSpec
 from transfer.identity import Incarnation
-from transfer.page_table import draft_facts, page_table_of
+from transfer.page_table import TotalHeads, draft_facts, page_table_of
 from transfer.rank_info import EngineFacts, ParallelShape, RankInfo
 
 TOKENS_PER_BLOCK = 8
@@ -56,7 +56,7 @@ def rank_info(
     *,
     name: str = "a",
     shape: ParallelShape | None = None,
-    total_heads: dict[int, int] | None = None,
+    total_heads: TotalHeads | None = None,
     layers_per_stage: tuple[int, ...] = (4,),
 ) -> RankInfo:
     """Facts of a rank that has this layout."""

@@ -1,0 +1,68 @@
+"""Gather and scatter on host memory: one indexed numpy copy a part, over all blocks at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from transfer.copy_plan import CopyPlan, CopySide, Slots
+
+Bytes = npt.NDArray[np.uint8]
+Rows = npt.NDArray[Any]
+"""Memory as opaque elements of one unit, which numpy copies whole."""
+
+
+class HostCopies:
+    """``PageCopies`` on numpy arrays, which must be C-contiguous."""
+
+    def gather(self, plan: CopyPlan, pools: Sequence[Bytes], slots: Slots, message: Bytes) -> None:
+        """Copy the sender's runs of ``slots`` into ``message``."""
+        _check_message(plan, message, slots)
+        _check_pools(((part.sender, part.unit_bytes) for part in plan.parts), pools, slots)
+        for part, start, end in plan.part_bytes(len(slots)):
+            rows = _rows(pools[part.sender.pool], part.unit_bytes)
+            target = _rows(message[start:end], part.unit_bytes)
+            # Slots are checked; "raise" would copy through a buffer.
+            np.take(rows, part.sender.rows(slots), out=target, mode="clip")
+
+    def scatter(self, plan: CopyPlan, message: Bytes, pools: Sequence[Bytes], slots: Slots) -> None:
+        """Copy ``message`` into the receiver's runs of ``slots``."""
+        _check_message(plan, message, slots)
+        _check_pools(((part.receiver, part.unit_bytes) for part in plan.parts), pools, slots)
+        for part, start, end in plan.part_bytes(len(slots)):
+            rows = _rows(pools[part.receiver.pool], part.unit_bytes)
+            rows[part.receiver.rows(slots)] = _rows(message[start:end], part.unit_bytes)
+
+
+def _rows(memory: Bytes, unit_bytes: int) -> Rows:
+    return memory.reshape(-1).view(np.dtype((np.void, unit_bytes)))
+
+
+def _check_message(plan: CopyPlan, message: Bytes, slots: Slots) -> None:
+    size = len(slots) * plan.block_bytes
+    if message.shape != (size,) or not message.flags.c_contiguous:
+        raise ValueError(
+            f"message of {len(slots)} blocks: expected {size} contiguous bytes, got shape "
+            f"{list(message.shape)} with strides {list(message.strides)}"
+        )
+
+
+def _check_pools(
+    sides: Iterable[tuple[CopySide, int]], pools: Sequence[Bytes], slots: Slots
+) -> None:
+    for side, unit_bytes in sides:
+        pool = pools[side.pool]
+        slot_bytes = side.slot_units * unit_bytes
+        if pool.shape[1] != slot_bytes or not pool.flags.c_contiguous:
+            raise ValueError(
+                f"pool {side.pool}: expected contiguous slots of {slot_bytes} bytes, got "
+                f"{list(pool.shape)} with strides {list(pool.strides)}"
+            )
+        if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < len(pool):
+            raise ValueError(
+                f"pool {side.pool} has {len(pool)} slots, got slots from {int(slots.min())} to "
+                f"{int(slots.max())}"
+            )
