@@ -56,10 +56,20 @@ def _check_items(body: dict[str, Any], most: int) -> None:
         if len(value) > most:
             raise _too_many_items(name, len(value), most)
         if name == "messages":
-            for place, message in enumerate(value):
-                content = message.get("content") if isinstance(message, dict) else None
-                if isinstance(content, list) and len(content) > most:
-                    raise _too_many_items(f"messages[{place}].content", len(content), most)
+            _check_messages(value, most)
+
+
+def _check_messages(messages: Any, most: int) -> None:
+    """Items within the messages, counted over all of them."""
+    if not isinstance(messages, list):
+        return
+    total = 0
+    for place, message in enumerate(messages):
+        for key, value in message.items() if isinstance(message, dict) else ():
+            if isinstance(value, list | dict):
+                total += len(value)
+                if total > most:
+                    raise _too_many_items(f"messages[{place}].{key}", total, most)
 
 
 def _too_many_items(name: str, count: int, most: int) -> ApiError:

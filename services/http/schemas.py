@@ -9,6 +9,7 @@ with additions of their own still work.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from reprlib import Repr
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -17,6 +18,9 @@ from services.http.errors import ApiError, invalid
 
 RequestT = TypeVar("RequestT", bound="SamplingFields")
 
+ItemT = TypeVar("ItemT")
+Items = Annotated[list[ItemT], Field(fail_fast=True)]
+"""A list of which the first bad item is told: an error for each would cost more than all else."""
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 Label = Annotated[str, Field(max_length=512)]
 
@@ -80,7 +84,7 @@ class SamplingFields(_Body):
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
     n: int | None = Field(default=None, ge=1)
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
@@ -97,7 +101,7 @@ class SamplingFields(_Body):
     """Far beyond what anybody uses, and far from what takes float32 logits to infinity."""
     min_tokens: int | None = Field(default=None, ge=0)
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Items[int] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
     return_token_ids: bool | None = None
 
@@ -120,19 +124,19 @@ class ChatMessage(_Body):
 
     role: Role
     content: Any = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Items[dict[str, Any]] | None = None
 
 
 class ChatCompletionRequest(SamplingFields):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Items[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
@@ -214,8 +218,14 @@ def _path(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
 _TYPE_NAMES: Final = frozenset({"str", "list[str]", "dict[str,any]", "int", "float", "bool"})
 
 
+_REPR: Final = Repr()
+"""Looks at no more of a value than is shown."""
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 128
+_REPR.maxlist = _REPR.maxdict = 16
+
+
 def _shown(value: object) -> str:
-    text = repr(value)
+    text = _REPR.repr(value)
     return text if len(text) <= 64 else f"{text[:61]}..."
 
 

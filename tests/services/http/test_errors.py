@@ -10,7 +10,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from pydantic import ValidationError
 
+from services.http.errors import ApiError
+from services.http.schemas import parse_chat, parse_completion
 from services.http.settings import HttpSettings
 from services.orchestration.api import InvalidRequest, NotReady, Overloaded
 from tests.services.http.conftest import FrontEnd, StartFrontEnd
@@ -444,3 +447,42 @@ async def test_prompts_are_bounded_by_the_model_and_not_by_the_length_of_lists(
         texts: list[Any] = ["a", None, None]
         several = check(await served.client.post(COMPLETIONS, json=completion(prompt=texts)), 400)
         assert (several["code"], several["param"]) == ("integer_above_max_value", "prompt")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{**USER, "tool_calls": [1] * 41}],
+        [{**USER, "tool_calls": [1] * 21}, {**USER, "content": [{}] * 21}],
+        [{**USER, "nobody_knows_this": dict.fromkeys(map(str, range(41)))}],
+    ],
+)
+async def test_items_within_messages_are_bounded_in_all(
+    start: StartFrontEnd, messages: list[dict[str, Any]]
+) -> None:
+    async with start(settings=HttpSettings(max_items=40)) as served:
+        error = check(await served.client.post(CHAT, json=chat(messages=messages)), 400)
+        assert error["code"] == "too_many_items"
+        assert error["param"].startswith("messages[")
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value", "param"),
+    [
+        (CHAT, "messages", [{**USER, "tool_calls": [1] * 40}], "messages[0].tool_calls[0]"),
+        (CHAT, "messages", [7] * 40, "messages[0]"),
+        (CHAT, "tools", [7] * 40, "tools[0]"),
+        (COMPLETIONS, "stop_token_ids", ["x"] * 40, "stop_token_ids[0]"),
+        (COMPLETIONS, "stop", [7] * 40, "stop[0]"),
+    ],
+)
+async def test_the_first_bad_item_is_told_and_no_other_looked_at(
+    greeter: FrontEnd, path: str, field: str, value: Any, param: str
+) -> None:
+    body = chat(**{field: value}) if path == CHAT else completion(**{field: value})
+    assert check(await greeter.client.post(path, json=body), 400)["param"] == param
+    with pytest.raises(ApiError) as caught:
+        (parse_chat if path == CHAT else parse_completion)({"model": "tiny", **body})
+    cause = caught.value.__context__
+    assert isinstance(cause, ValidationError)
+    assert cause.error_count() <= 2  # a union has one for each of its branches
