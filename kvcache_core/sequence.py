@@ -34,6 +34,8 @@ class SequenceCache(PageUser):
 
     def __init__(self, store: CacheStore, prompt: Prompt, priorities: PagePriorities) -> None:
         self.matched_tokens = 0
+        self.host_matched_tokens = 0
+        """Those of them in blocks of which a page lay on the host."""
         self.committed = 0
         self.history = 0
         self.capacity = 0
@@ -61,7 +63,8 @@ class SequenceCache(PageUser):
     ) -> SequenceCache:
         """A sequence that holds ``match``. For the manager."""
         sequence = cls(store, prompt, priorities)
-        store.counters.host_matched_tokens += sequence._attach(prompt.packed, match)
+        sequence.host_matched_tokens = sequence._attach(prompt.packed, match)
+        store.counters.host_matched_tokens += sequence.host_matched_tokens
         sequence.matched_tokens = match.tokens
         return sequence
 

@@ -94,7 +94,8 @@ class ContextRole(Role):
     def opened(self, sequence: Sequence) -> None:
         leg = sequence.leg
         first = not leg.started
-        self._desk.start(leg, sequence.computed)
+        assert sequence.cache is not None
+        self._desk.start(leg, sequence.computed, sequence.cache.host_matched_tokens)
         if first and leg.destination is not None:
             self._desk.transfers.announce(leg.request_id)
         self._ship(sequence, sequence.computed // self._desk.demand.tokens_per_block)

@@ -12,6 +12,8 @@ class Counters:
     prefill_tokens: int = 0
     decode_tokens: int = 0
     cached_tokens: int = 0
+    host_cached_tokens: int = 0
+    """Of the cached tokens, those in blocks of which a page lay in host memory."""
     transferred_bytes: int = 0
     transferred_blocks: int = 0
     preemptions: int = 0

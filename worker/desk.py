@@ -97,13 +97,14 @@ class Desk:
         if cache is not None and cache.committed < cache.history:
             cache.commit(sequence.tokens.span(cache.committed, cache.history))
 
-    def start(self, leg: LegRecord, cached_tokens: int) -> None:
-        """Tell once what the cache held of the prompt."""
+    def start(self, leg: LegRecord, cached_tokens: int, host_tokens: int) -> None:
+        """Tell once what the cache held of the prompt, and count how much of it lay on the host."""
         if leg.started:
             return
         leg.started = True
         leg.cached_tokens = min(cached_tokens, leg.prompt_tokens)
         self.counters.cached_tokens += cached_tokens
+        self.counters.host_cached_tokens += min(host_tokens, cached_tokens)
         self.outbox.started(
             leg.front_end,
             LegStarted(

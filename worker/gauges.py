@@ -42,7 +42,7 @@ def read_gauges(desk: Desk, trouble: str) -> WorkerGauges:
         transferred_blocks_total=counters.transferred_blocks,
         preemptions_total=counters.preemptions,
         steps_total=counters.steps,
-        host_cached_tokens_total=totals.host_cached_tokens,
+        host_cached_tokens_total=counters.host_cached_tokens,
         evicted_pages_total=totals.evicted_pages,
         demoted_pages_total=totals.demoted_pages,
         onboarded_pages_total=totals.onboarded_pages,

@@ -114,7 +114,7 @@ class GenerationRole(Role):
         leg.enter(LegState.RECEIVING)
         lease = cache.lease(first_block, end_block)
         desk.leases.add(lease, end_block - first_block)
-        desk.start(leg, matched)
+        desk.start(leg, matched, cache.host_matched_tokens)
         desk.transfers.ready(leg.request_id, first_block, end_block, lease)
         return True
 
@@ -166,7 +166,9 @@ class GenerationRole(Role):
 
     @override
     def opened(self, sequence: Sequence) -> None:
-        self._desk.start(sequence.leg, sequence.computed)
+        assert sequence.cache is not None
+        host_tokens = sequence.cache.host_matched_tokens
+        self._desk.start(sequence.leg, sequence.computed, host_tokens)
 
     @override
     def computed(self, sequence: Sequence, drawn: Values[Drawn]) -> None:

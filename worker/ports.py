@@ -39,6 +39,10 @@ class CacheSequence(Protocol):
     def matched_tokens(self) -> int: ...
 
     @property
+    def host_matched_tokens(self) -> int:
+        """Matched tokens of blocks of which a page lay in host memory."""
+
+    @property
     def committed(self) -> int: ...
 
     @property
@@ -86,8 +90,6 @@ class BlockCounts:
 class CacheTotals:
     """What the cache did since it was made; pages of all layer groups."""
 
-    host_cached_tokens: int
-    """Tokens found in blocks of which a page lay in host memory."""
     evicted_pages: int
     demoted_pages: int
     """Moved to host memory for room."""

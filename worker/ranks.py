@@ -45,6 +45,11 @@ class RankSequence(CacheSequence):
 
     @property
     @override
+    def host_matched_tokens(self) -> int:
+        return self._cache.host_matched_tokens
+
+    @property
+    @override
     def committed(self) -> int:
         return self._cache.committed
 
@@ -150,7 +155,6 @@ class RankManager(CacheManager):
     def totals(self) -> CacheTotals:
         counters = self._manager.counters
         return CacheTotals(
-            host_cached_tokens=counters.host_matched_tokens,
             evicted_pages=counters.pages_evicted,
             demoted_pages=counters.pages_demoted,
             onboarded_pages=counters.pages_onboarded,

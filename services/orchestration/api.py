@@ -158,7 +158,7 @@ class WorkerStatus:
     instance: str
     incarnation: str
     role: WorkerRole
-    state: Literal["connecting", "live", "suspected", "refused"]
+    state: Literal["connecting", "live", "suspected", "refused", "gone"]
     ready: bool
     reason: str = ""
     transport: str = ""

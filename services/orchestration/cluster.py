@@ -18,7 +18,7 @@ from services.orchestration.api import ModelLimits, WorkerStatus
 from services.orchestration.worker_link import LinkListener, LinkState, LinkTimings, WorkerLink
 from transfer.identity import Incarnation
 from worker.config import WorkerAddress
-from worker.messages import StepOutput, WorkerGauges
+from worker.messages import StepOutput, WorkerGauges, WorkerRole
 
 
 class ClusterListener(Protocol):
@@ -54,6 +54,8 @@ class Cluster(LinkListener):
         self._cluster_token = cluster_token
         self._timings = timings
         self._unseen = set(expected_instances)
+        self._roles: dict[str, WorkerRole] = {}
+        """Of every instance there ever was."""
         self._links: dict[Incarnation, WorkerLink] = {}
         self._limits: ModelLimits | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -61,6 +63,7 @@ class Cluster(LinkListener):
     def set_workers(self, addresses: Iterable[WorkerAddress]) -> None:
         """The cluster consists of these workers, all of them and no others."""
         wanted = {address.incarnation: address for address in addresses}
+        self._roles |= {name.instance: address.role for name, address in wanted.items()}
         for incarnation in tuple(self._links):
             if incarnation not in wanted:
                 link = self._links.pop(incarnation)
@@ -129,22 +132,30 @@ class Cluster(LinkListener):
         return tuple(reasons)
 
     def degraded(self) -> tuple[str, ...]:
-        """Roles that no worker is ready for; while there is a worker at all, it covers them."""
-        roles = {link.address.role for link in self._links.values() if link.ready}
-        if "aggregated" in roles:
-            return ()
-        return tuple(
-            f"no {role} worker is ready" for role in ("context", "generation") if role not in roles
-        )
+        """Roles that no worker is ready for, and of the others the instances that are not.
+
+        While there is a worker at all, it covers the rest.
+        """
+        ready = {link.incarnation.instance for link in self._links.values() if link.ready}
+        roles = {self._roles[name] for name in ready}
+        needed = () if "aggregated" in roles else ("context", "generation")
+        away = [
+            f"instance {name} is not ready"
+            for name, role in sorted(self._roles.items())
+            if role in roles and name not in ready and name not in self._unseen
+        ]
+        return (*(f"no {role} worker is ready" for role in needed if role not in roles), *away)
 
     def can_serve(self) -> bool:
         """Whether at least one worker accepts requests."""
         return any(link.ready for link in self._links.values())
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
-        """Every known worker, by name."""
-        ordered = sorted(self._links.values(), key=lambda link: str(link.incarnation))
-        return tuple(_status(link) for link in ordered)
+        """Every known worker, by name, and every instance that has none now."""
+        there = {link.incarnation.instance for link in self._links.values()}
+        found = [_status(link) for link in self._links.values()]
+        found += [_gone(name, role) for name, role in self._roles.items() if name not in there]
+        return tuple(sorted(found, key=lambda status: (status.instance, status.incarnation)))
 
     @override
     def link_up(self, link: WorkerLink) -> None:
@@ -185,6 +196,17 @@ def _snapshot(link: WorkerLink) -> WorkerSnapshot:
         free_tokens=_tokens(gauges, link, gauges.free_blocks if gauges else 0),
         running=gauges.running if gauges else 0,
         waiting=gauges.waiting if gauges else 0,
+    )
+
+
+def _gone(instance: str, role: WorkerRole) -> WorkerStatus:
+    return WorkerStatus(
+        instance=instance,
+        incarnation="",
+        role=role,
+        state="gone",
+        ready=False,
+        reason="its process is gone, and the next one is not up yet",
     )
 
 

@@ -50,7 +50,7 @@ WORKER_TOTALS: Final[dict[str, tuple[str, Callable[[WorkerGauges], int]]]] = {
     ),
     "pageferry_worker_steps": ("Engine steps", lambda gauges: gauges.steps_total),
     "pageferry_worker_host_cached_tokens": (
-        "Prompt tokens that workers found in blocks with a page in host memory",
+        "Cached prompt tokens of blocks of which a page lay in host memory",
         lambda gauges: gauges.host_cached_tokens_total,
     ),
     "pageferry_worker_evicted_pages": (

@@ -63,6 +63,8 @@ def serve_in_a_loop(
     # Of three prompts in a loop two are always on the host when their turn comes.
     assert host_before >= 0.6 * found
     for name in ("context-0", "generation-0"):
+        cached = client.by_instance("pageferry_worker_cached_tokens")[name]
+        assert 0 < client.by_instance("pageferry_worker_host_cached_tokens")[name] <= cached
         assert client.by_instance("pageferry_worker_demoted_pages")[name] > 0
         assert client.by_instance("pageferry_worker_evicted_pages")[name] == 0
         assert client.by_instance("pageferry_worker_onboarded_pages")[name] > 0

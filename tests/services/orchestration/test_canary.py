@@ -177,6 +177,23 @@ async def test_a_busy_worker_is_ready_and_a_wedged_one_is_not() -> None:
         reading.cancel()
 
 
+async def test_an_instance_that_is_gone_is_named_while_others_of_its_role_serve() -> None:
+    workers = [FakeWorker("aggregated-0", "aggregated"), FakeWorker("aggregated-1", "aggregated")]
+    async with rig(workers) as cluster:
+        await workers[1].kill()
+        cluster.service.set_workers([workers[0].address()])
+        await until(lambda: bool(cluster.service.readiness().degraded))
+        readiness = cluster.service.readiness()
+        assert readiness.ready
+        assert readiness.degraded == ("instance aggregated-1 is not ready",)
+        states = {status.instance: status.state for status in readiness.workers}
+        assert states == {"aggregated-0": "live", "aggregated-1": "gone"}
+        await workers[1].restart()
+        cluster.publish()
+        await until(lambda: not cluster.service.readiness().degraded)
+        assert all(status.state == "live" for status in cluster.service.readiness().workers)
+
+
 async def test_a_service_without_one_role_is_ready_and_says_what_is_missing() -> None:
     workers = [FakeWorker("context-0", "context"), FakeWorker("generation-0", "generation")]
     async with rig(workers) as cluster:
