@@ -315,3 +315,28 @@ async def test_the_receiver_may_hold_a_window_where_the_sender_holds_all(world: 
     assert end.transferred_bytes == 8 * (4096 + 1024) + 3 * 2048
     passed = generation.memory.pools[1, 0][transfer.target_slots[:5]]
     assert not passed.any()
+
+
+ONE_GROUP = NodeFacts(num_slots=512, groups={0: (4096, 1024, 2048)}, views={0: 0})
+"""What others hold in two layer groups lies in one here, whose window covers every sequence."""
+
+
+@pytest.mark.parametrize("one_group", ["context", "generation"])
+async def test_layer_groups_need_not_be_cut_alike(world: Staged, one_group: str) -> None:
+    facts = [ONE_GROUP, FRAGMENTED] if one_group == "context" else [FRAGMENTED, ONE_GROUP]
+    context, generation = [await world.start(entry) for entry in facts]
+    transfer = Transfer("r", scattered(1, 30), scattered(2, 30), chunk_blocks=7)
+    fill(context.memory, transfer.source_slots, 3)
+    await granted(context, generation, "r", 20_000)
+    transfer.give_pages(generation)
+    transfer.ship(context)
+    context.agent.hand_off("r", HANDOFF)
+    await transfer.ended(context, generation, Outcome.SUCCEEDED)
+    (end,) = generation.engine.of(SessionEnded, "r")
+    assert end.transferred_bytes == 30 * BLOCK_BYTES
+    # Layers in order: two of the first group, one of the second or third.
+    for sent, got in zip(
+        context.memory.pools.values(), generation.memory.pools.values(), strict=True
+    ):
+        assert sent[transfer.source_slots].any()
+        assert np.array_equal(sent[transfer.source_slots], got[transfer.target_slots])

@@ -47,6 +47,7 @@ async def test_fragmented_slots_arrive_whole(message_us: float) -> None:
         context_process(SMALL, BLOCKS, stride=7, message_us=message_us, chunk_blocks=24) as context,
         generation(SMALL, BLOCKS) as node,
     ):
+        took_ms = 0.0
         for number in range(6):
             name = f"r{number}"
             for array in node.memory.pools.values():
