@@ -22,14 +22,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from transfer.agent_counters import BusyClock, TransferCounters
-from transfer.copy_plan import CopyPlan
 from transfer.outcome import PostStatus
+from transfer.pair_staging import PairStaging
 from transfer.plan import TransferPlan
 from transfer.region import Post, Region, Staged
 from transfer.session import Session
 from transfer.session_commands import PostReceives, PostSends
-from transfer.staged_cut import most_bytes
-from transfer.staging_buffers import StagingBuffers
 from transfer.transport import Completion, Endpoint, PageMemory
 
 PostOver = Callable[[Session, Post, Completion], None]
@@ -68,7 +66,6 @@ class PairPosts:
         self.quiet: Final = asyncio.Event()
         """Set while no request is under way."""
         self.quiet.set()
-        self._plan = plan
         self._memory = memory
         self._counters = counters
         self._schedule = schedule
@@ -78,13 +75,10 @@ class PairPosts:
         self._endpoint: Endpoint | None = None
         self._pausing = False
         self._withdrawn = False
-        self._staging = memory.staging if plan.stages else None
-        self._buffers: StagingBuffers | None = None
-        self._copies: tuple[CopyPlan, ...] = ()
-        if self._staging is not None and plan.groups:
-            self._copies = tuple(CopyPlan.of(group) for group in plan.groups)
-            largest = max(most_bytes(group.block_bytes) for group in plan.groups)
-            self._buffers = StagingBuffers(self._staging, largest)
+        staging = memory.staging
+        self._staging = (
+            PairStaging(plan, staging) if plan.stages and plan.groups and staging else None
+        )
 
     @property
     def settled(self) -> bool:
@@ -95,7 +89,7 @@ class PairPosts:
 
     @property
     def _doubtful_bytes(self) -> int:
-        return self._buffers.doubtful_bytes if self._buffers is not None else 0
+        return self._staging.buffers.doubtful_bytes if self._staging is not None else 0
 
     def bind(self, endpoint: Endpoint) -> None:
         """Give the endpoint; posts that waited for it are made."""
@@ -124,9 +118,9 @@ class PairPosts:
 
     def peer_dead(self) -> None:
         """The peer's process is known dead: let go of the buffers in doubt."""
-        if self._buffers is not None:
+        if self._staging is not None:
             self._counters.staging_bytes_in_doubt -= self._doubtful_bytes
-            self._buffers.peer_dead()
+            self._staging.buffers.peer_dead()
 
     def _advance(self) -> None:
         while self._queue and not self._pausing:
@@ -140,14 +134,13 @@ class PairPosts:
                 self._queue.popleft()
                 self._make_whole(endpoint, entry, piece)
                 continue
-            buffers = self._buffers
-            if buffers is None:
-                raise RuntimeError("a session staged pages of a memory that cannot stage")
-            buffer = buffers.take()
+            if self._staging is None:
+                raise RuntimeError("a session staged pages of a pair that cannot stage")
+            buffer = self._staging.buffers.take()
             if buffer is None:
                 return
             self._queue.popleft()
-            self._make_staged(endpoint, entry, piece, buffer)
+            self._make_staged(endpoint, self._staging, entry, piece, buffer)
 
     def _make_whole(self, endpoint: Endpoint, entry: _Queued, region: Region) -> None:
         buffer = self._memory.region(
@@ -155,21 +148,49 @@ class PairPosts:
         )
         self._make(endpoint, entry, buffer, lambda end: self._over(entry.session, entry.post, end))
 
-    def _make_staged(self, endpoint: Endpoint, entry: _Queued, piece: Staged, buffer: Any) -> None:
+    def _make_staged(
+        self, endpoint: Endpoint, staging: PairStaging, entry: _Queued, piece: Staged, buffer: Any
+    ) -> None:
         message = buffer[: entry.post.size_bytes]
         if entry.sends:
             try:
-                self._gather(piece, message)
+                staging.gather(piece, message)
             except ValueError as error:
-                self._give_back(buffer)
+                staging.buffers.give_back(buffer)
                 self._end_unmade(entry, f"gather: {error}")
                 return
             # The loop does other things between two gathers.
             self._pausing = True
             self._schedule.soon(self._go_on)
-        self._make(
-            endpoint, entry, message, lambda end: self._staged_over(entry, piece, buffer, end)
-        )
+
+        def over(end: Completion) -> None:
+            told = self._land(staging, entry, piece, message, end)
+            if end.status is PostStatus.LOST:
+                before = self._doubtful_bytes
+                staging.buffers.doubt(buffer)
+                self._counters.staging_bytes_in_doubt += self._doubtful_bytes - before
+            else:
+                staging.buffers.give_back(buffer)
+            self._over(entry.session, entry.post, told)
+            self._advance()
+
+        self._make(endpoint, entry, message, over)
+
+    def _land(
+        self, staging: PairStaging, entry: _Queued, piece: Staged, message: Any, end: Completion
+    ) -> Completion:
+        """Bring a message that has arrived to its pages; how its post has ended for the session."""
+        if end.status is PostStatus.LOST:
+            # The peer may reach the buffer, and the buffer only.
+            return Completion(PostStatus.REVOKED, end.reason)
+        # A closed session has given its pages back, whatever its posts did afterwards.
+        if end.status is not PostStatus.DONE or entry.sends or entry.session.closed:
+            return end
+        try:
+            staging.scatter(piece, message)
+        except ValueError as error:
+            return Completion(PostStatus.REVOKED, f"scatter: {error}")
+        return end
 
     def _go_on(self) -> None:
         self._pausing = False
@@ -191,40 +212,6 @@ class PairPosts:
             endpoint.post_send(buffer, entry.tag, ended)
         else:
             endpoint.post_receive(buffer, entry.tag, ended)
-
-    def _staged_over(self, entry: _Queued, piece: Staged, buffer: Any, end: Completion) -> None:
-        assert self._buffers is not None
-        if end.status is PostStatus.LOST:
-            before = self._doubtful_bytes
-            self._buffers.doubt(buffer)
-            self._counters.staging_bytes_in_doubt += self._doubtful_bytes - before
-            # The peer may reach the buffer, and the buffer only.
-            end = Completion(PostStatus.REVOKED, end.reason)
-        else:
-            # A closed session has given its pages back, whatever its posts did afterwards.
-            if end.status is PostStatus.DONE and not entry.sends and not entry.session.closed:
-                end = self._scatter(piece, buffer[: entry.post.size_bytes])
-            self._give_back(buffer)
-        self._over(entry.session, entry.post, end)
-        self._advance()
-
-    def _give_back(self, buffer: Any) -> None:
-        assert self._buffers is not None
-        self._buffers.give_back(buffer)
-
-    def _gather(self, piece: Staged, message: Any) -> None:
-        assert self._staging is not None
-        side = self._plan.groups[piece.group].sender
-        self._staging.gather(self._copies[piece.group], side.pool_group, piece.slots, message)
-
-    def _scatter(self, piece: Staged, message: Any) -> Completion:
-        assert self._staging is not None
-        side = self._plan.groups[piece.group].receiver
-        try:
-            self._staging.scatter(self._copies[piece.group], message, side.pool_group, piece.slots)
-        except ValueError as error:
-            return Completion(PostStatus.REVOKED, f"scatter: {error}")
-        return Completion(PostStatus.DONE)
 
     def _end_unmade(self, entry: _Queued, reason: str) -> None:
         end = Completion(PostStatus.REVOKED, reason)
