@@ -15,8 +15,9 @@ PASSES: Final = 2
 class TransferCosts:
     """Measured facts of a host.
 
-    The defaults are those of shared memory between two CPU processes that share two cores: there
-    blocks of 256 KiB are through in half the time when they are staged, of 1 MiB in the same.
+    The defaults are those of shared memory between two CPU processes that share two cores. There
+    a message takes 60 us of either event loop and 40 us of either driver thread; blocks of 256 KiB
+    are through in about half the time when they are staged, of 512 KiB in the same.
     """
 
     message_us: float = 150.0
