@@ -47,6 +47,7 @@ from transfer.agent_events import (
     LeaseEnded,
     SessionEnded,
 )
+from transfer.costs import TransferCosts
 from transfer.identity import Incarnation, PeerAddress
 from transfer.lease import TransferLease, views_of_groups
 from transfer.messages import ChoiceHandoff, HandoffData
@@ -69,6 +70,8 @@ TIMEOUT_S: Final = 60.0
 TOKENS_PER_BLOCK: Final = 64
 RAW_TAG: Final = 1
 ASK_TAG: Final = 2
+RUNS_ONLY: Final = TransferCosts(message_us=0)
+"""Where messages cost nothing, no short runs are staged."""
 WAYS: Final = ("whole", "chunks", "scattered")
 
 
@@ -138,7 +141,7 @@ class Side:
             views=views_of_groups(self.plan),
             transport=UcxTransport(HOST, cuda_device=cuda_device),
             memory=self.memory,
-            config=AgentConfig(host=HOST, cluster_token=shape.token),
+            config=AgentConfig(host=HOST, cluster_token=shape.token, costs=RUNS_ONLY),
             deliver=self.handle,
         )
 

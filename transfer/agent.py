@@ -73,9 +73,11 @@ class TransferAgent(PairOwner):
         deliver: Callable[[AgentEvent], None],
     ) -> None:
         """``views`` gives a view id for each layer group (:func:`views_of_groups`); ``deliver`` is
-        called in the loop and must not block. The data address in ``rank_info`` is filled in here.
+        called in the loop and must not block. What ``rank_info`` says of data address and staging
+        is filled in here.
         """
-        self._info = rank_info
+        can_stage = memory.staging is not None
+        self._info = rank_info.model_copy(update={"can_stage": can_stage})
         self._views = views
         self._transport = transport
         self._memory = memory
@@ -214,6 +216,7 @@ class TransferAgent(PairOwner):
             peer=pair.incarnation,
             plan=pair.plan,
             limits=self._config.limits,
+            costs=self._config.costs,
         )
         self._start(Side.CONTEXT, pair, session)
         pair.drive(session, grant)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from transfer.control import ControlTiming
+from transfer.costs import TransferCosts
 from transfer.deadlines import TransferLimits
 
 
@@ -18,3 +19,4 @@ class AgentConfig:
     """0 takes a free one."""
     timing: ControlTiming = field(default_factory=ControlTiming)
     limits: TransferLimits = field(default_factory=TransferLimits)
+    costs: TransferCosts = field(default_factory=TransferCosts)

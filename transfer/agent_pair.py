@@ -3,26 +3,24 @@
 Carries out what sessions command and tells them what happened, in that order of importance:
 posts are made in the order commanded, every post is told as ended exactly once, and the loss of the
 peer is told before the posts that it broke. A lost pair is never revived; it stays until its last
-session is closed.
+session is closed and no staging buffer is in doubt.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Protocol, assert_never
 
-from transfer.agent_counters import BusyClock, TransferCounters, failure_kind
+from transfer.agent_counters import TransferCounters, failure_kind
 from transfer.agent_events import AgentEvent, LeaseEnded, LeaseInDoubt, SessionEnded
 from transfer.control import ControlLink
 from transfer.identity import Incarnation
 from transfer.lease import TransferLease
 from transfer.messages import Grant, SessionMessage
 from transfer.outcome import Outcome, PeerFate, PostStatus
+from transfer.pair_posts import PairPosts, Schedule
 from transfer.plan import TransferPlan
 from transfer.rank_info import RankInfo
 from transfer.region import Post
@@ -78,12 +76,6 @@ class PairOwner(Protocol):
         """Whether somebody who can know has said that this process is dead."""
 
 
-@dataclass(frozen=True, slots=True)
-class _HeldPost:
-    session: Session
-    command: PostSends | PostReceives
-
-
 class Pair:
     """Made when the handshake is over; the link is given right after."""
 
@@ -105,21 +97,23 @@ class Pair:
         """Done when the data endpoint is there; failed when the pair was lost before."""
         self.torn_down: Final = asyncio.Event()
         self._transport = transport
-        self._memory = memory
         self._owner = owner
         self._counters = counters
-        self._clock = BusyClock(counters)
         self._loop = asyncio.get_running_loop()
+        self._posts = PairPosts(
+            plan=plan,
+            memory=memory,
+            counters=counters,
+            schedule=Schedule(self._loop.time, self._loop.call_soon),
+            over=self._post_ended,
+        )
         self._link: ControlLink | None = None
         self._endpoint: Endpoint | None = None
         self._sessions: dict[str, Session] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._held: deque[_HeldPost] = deque()
         self._broken: list[tuple[Session, int, PostStatus]] = []
         self._doubtful: list[TransferLease] = []
         self._losing: asyncio.Task[None] | None = None
-        self._quiet = asyncio.Event()
-        self._quiet.set()
         # A failed pair is seen by its sessions too; nobody has to await this.
         self.bound.add_done_callback(lambda future: future.cancelled() or future.exception())
 
@@ -143,10 +137,15 @@ class Pair:
         """Sessions that are not closed."""
         return tuple(self._sessions.values())
 
+    @property
+    def settled(self) -> bool:
+        """Whether a lost pair may be forgotten: no session is left, no request, no doubt."""
+        return not self._sessions and self._posts.settled
+
     async def quiet(self) -> None:
         """Wait until the pair is torn down and every request posted on it has ended."""
         await self.torn_down.wait()
-        await self._quiet.wait()
+        await self._posts.quiet.wait()
 
     def attach(self, link: ControlLink) -> None:
         """Give the link."""
@@ -166,9 +165,7 @@ class Pair:
         )
         endpoint.on_lost(lambda reason: self.drop(f"data endpoint: {reason}"))
         self.bound.set_result(None)
-        while self._held:
-            held = self._held.popleft()
-            self._post(held.session, held.command)
+        self._posts.bind(endpoint)
 
     def send(self, message: SessionMessage) -> None:
         """A message of no session."""
@@ -221,6 +218,7 @@ class Pair:
         """The peer's process is known dead, or has said that it is through with this pair."""
         for session in self.sessions:
             self.drive(session, PeerDied())
+        self._posts.peer_dead()
 
     async def _lose(self, reason: str) -> None:
         if not self.bound.done():
@@ -241,10 +239,10 @@ class Pair:
         dead = self._owner.known_dead(self.incarnation)
         for session in self.sessions:
             self.drive(session, PeerLost(reason, PeerFate.DEAD if dead else PeerFate.UNKNOWN))
-        held, self._held = self._held, deque()
-        for entry in held:
-            for post in entry.command.posts:
-                self.drive(entry.session, PostEnded(post.id, PostStatus.REVOKED))
+        if dead:
+            self._posts.peer_dead()
+        for session, post in self._posts.withdraw():
+            self.drive(session, PostEnded(post.id, PostStatus.REVOKED))
         # From here on ends of posts are told as they come.
         self.torn_down.set()
         broken, self._broken = self._broken, []
@@ -258,7 +256,7 @@ class Pair:
                     if self._link is not None:
                         self._link.send(command.message)
                 case PostSends() | PostReceives():
-                    self._post(session, command)
+                    self._posts.add(session, command)
                 case Report():
                     self._report(command.event, event)
                 case ArmDeadline():
@@ -270,32 +268,8 @@ class Pair:
         if session.closed:
             self._forget(session)
 
-    def _post(self, session: Session, command: PostSends | PostReceives) -> None:
-        endpoint = self._endpoint
-        if endpoint is None:
-            self._held.append(_HeldPost(session, command))
-            return
-        for post in command.posts:
-            region = post.region
-            buffer = self._memory.region(
-                region.pool_group, region.pool, region.first_slot, region.num_slots
-            )
-            self._clock.begin(self._loop.time())
-            self._quiet.clear()
-            ended = self._ended_callback(session, post)
-            if isinstance(command, PostSends):
-                endpoint.post_send(buffer, command.tag, ended)
-            else:
-                endpoint.post_receive(buffer, command.tag, ended)
-
-    def _ended_callback(self, session: Session, post: Post) -> Callable[[Completion], None]:
-        return lambda completion: self._post_ended(session, post, completion)
-
     def _post_ended(self, session: Session, post: Post, completion: Completion) -> None:
         done = completion.status is PostStatus.DONE
-        self._clock.end(self._loop.time(), post.size_bytes if done else 0)
-        if not self._clock.open:
-            self._quiet.set()
         endpoint = self._endpoint
         if not done and endpoint is not None and not endpoint.alive and not self._lost():
             # The loss of the peer is the cause; its sessions hear of that first.

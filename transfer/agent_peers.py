@@ -1,7 +1,7 @@
 """Connections of a transfer agent to its peers, cached by incarnation and never by address.
 
 Dials context ranks when asked, accepts generation ranks, binds data endpoints to the peers that
-were authenticated, and keeps lost pairs until their last session is closed. A process that returns
+were authenticated, and keeps lost pairs until nothing of them is left. A process that returns
 over a new connection has closed its endpoint of the old one first: that, and its death, are the
 two proofs that end a doubt.
 """
@@ -143,7 +143,7 @@ class PeerConnector:
         key = (pair.side, pair.incarnation)
         if self._pairs.get(key) is pair:
             del self._pairs[key]
-        if pair.sessions:
+        if not pair.settled:
             self._lost.append(pair)
 
     def is_dead(self, incarnation: Incarnation) -> bool:
@@ -165,8 +165,8 @@ class PeerConnector:
         return [pair for pair in self._lost if pair.incarnation == incarnation]
 
     def prune(self) -> None:
-        """Forget lost pairs whose last session is closed."""
-        self._lost = [pair for pair in self._lost if pair.sessions]
+        """Forget lost pairs of which nothing is left."""
+        self._lost = [pair for pair in self._lost if not pair.settled]
 
     async def _end_earlier(self, side: Side, incarnation: Incarnation) -> None:
         """Before this side shows itself over a new connection, its part of an older one is over."""

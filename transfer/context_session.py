@@ -17,6 +17,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from transfer.agent_events import GrantReceived, LeaseEnded
+from transfer.costs import TransferCosts, staging_pays
 from transfer.deadlines import TransferLimits
 from transfer.identity import Incarnation
 from transfer.lease import GroupBlocks, LeasedBlocks
@@ -34,9 +35,9 @@ from transfer.messages import (
     SenderFailed,
 )
 from transfer.outcome import Outcome, PostStatus
-from transfer.plan import TransferPlan
-from transfer.region import Region
-from transfer.runs import Slots, regions, run_lengths
+from transfer.plan import GroupPlan, TransferPlan
+from transfer.region import Piece
+from transfer.runs import Slots, run_lengths, whole_pieces
 from transfer.session import Handler, Session, SessionState, Transitions, ignore
 from transfer.session_commands import PostSends
 from transfer.session_events import (
@@ -51,6 +52,7 @@ from transfer.session_events import (
     PostEnded,
     ShipRequested,
 )
+from transfer.staged_cut import staged_lengths, staged_pieces
 from transfer.wire import FrameError, pack_ints, unpack_ints
 
 
@@ -78,10 +80,12 @@ class ContextSession(Session):
         peer: Incarnation,
         plan: TransferPlan,
         limits: TransferLimits,
+        costs: TransferCosts,
     ) -> None:
         super().__init__(
             request_id=request_id, session=session, peer=peer, plan=plan, limits=limits
         )
+        self._costs: Final = costs
         self._destination: _Destination | None = None
         self._cursors: list[int] = []
         self._shipped_end = 0
@@ -197,11 +201,11 @@ class ContextSession(Session):
 
     def _cut(
         self, destination: _Destination, blocks: LeasedBlocks, end_block: int
-    ) -> tuple[list[GroupRuns], list[tuple[Region, int]], int]:
-        """Runs and regions a layer group, and how many different blocks they hold."""
+    ) -> tuple[list[GroupRuns], list[tuple[Piece, int]], int]:
+        """Runs and pieces a layer group, and how many different blocks they hold."""
         end_block = min(end_block, destination.end_block)
         runs: list[GroupRuns] = []
-        pieces: list[tuple[Region, int]] = []
+        pieces: list[tuple[Piece, int]] = []
         wanted: set[int] = set()
         for index, group in enumerate(self._plan.groups):
             start = self._cursors[index]
@@ -211,13 +215,26 @@ class ContextSession(Session):
             ordinals = np.flatnonzero(held >= 0) + start
             sources = source_slots(blocks.groups[index], ordinals, index)
             lengths = run_lengths(sources, held[held >= 0])
-            runs.append(GroupRuns(first_block=start, end_block=end, run_blocks=pack_ints(lengths)))
-            pieces.extend(
-                (region, region.num_slots * group.sender.slot_bytes[region.pool])
-                for region in regions(group.sender, sources, lengths)
+            staged = self._stages(group, len(lengths), len(sources))
+            if staged:
+                lengths = staged_lengths(len(sources), group.block_bytes)
+                pieces.extend(staged_pieces(index, sources, lengths, group.block_bytes))
+            else:
+                pieces.extend(whole_pieces(group.sender, sources, lengths))
+            runs.append(
+                GroupRuns(
+                    first_block=start, end_block=end, run_blocks=pack_ints(lengths), staged=staged
+                )
             )
             wanted.update(ordinals.tolist())
         return runs, pieces, len(wanted)
+
+    def _stages(self, group: GroupPlan, runs: int, blocks: int) -> bool:
+        """Whether these blocks of a group pass through staging: they must, or it pays."""
+        if not group.direct:
+            return True
+        messages = runs * len(group.sender.slot_bytes)
+        return self._plan.stages and staging_pays(messages, blocks, group.block_bytes, self._costs)
 
     def _on_late_ship(self, event: ShipRequested) -> None:
         self._report(LeaseEnded(self.request_id, event.blocks.lease))

@@ -1,8 +1,9 @@
-"""Whether sessions can move pages between two ranks: whole slots, between equal parallel shapes.
+"""Whether sessions can move pages between two ranks: attention pages, equal parallel shapes.
 
-Stricter than ``check_peer``, which tells what a plan can map: sessions move direct groups only. Run
-on both ends before any address is used. ``check_direct(a, b)`` and ``check_direct(b, a)`` give the
-same rows with the values exchanged.
+Stricter than ``check_peer``, which tells what plans of all ranks together can map: a request has
+one rank a side, and pages that lie differently take two memories that can stage. Run on both ends
+before any address is used. ``check_direct(a, b)`` and ``check_direct(b, a)`` give the same rows
+with the values exchanged.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from transfer.rank_info import PageBuffer, PageGroup, PageView, RankInfo
 SAME_DRAFT: Final = "configure the same drafter and the same PAGEFERRY_SHARED_DRAFT_KV on both"
 SAME_SHAPE: Final = "pages are mapped between equal parallel shapes only; start both alike"
 SAME_LAYOUT: Final = "pages differ in geometry; start both with one model and configuration"
+STAGE: Final = "pages that lie differently are gathered and scattered, which takes both memories"
+
+OWNERS: Final = ("target", "draft")
 
 FACTS: Final[Facts] = {
     "num_draft_layers": (lambda info: info.num_draft_layers, SAME_DRAFT),
@@ -32,13 +36,20 @@ FACTS: Final[Facts] = {
 }
 """Facts that must be equal beside those of ``check_peer``."""
 
-PAGE_FACTS: Final[Mapping[str, Callable[[PageView, PageGroup, PageBuffer], object]]] = {
+PageFacts = Mapping[str, Callable[[PageView, PageGroup, PageBuffer], object]]
+"""By name: how to read a fact of the pages of a buffer that both ranks hold, and of its group."""
+
+SHARD_FACTS: Final[PageFacts] = {
     "mapping": lambda view, _group, _buffer: view.mapping,
     "element": lambda view, _group, _buffer: view.element,
     "total_heads": lambda view, _group, _buffer: view.total_heads,
     "num_heads": lambda view, _group, _buffer: view.num_heads,
     "first_head": lambda view, _group, _buffer: view.first_head,
     "elements_per_head": lambda view, _group, _buffer: view.elements_per_head,
+}
+"""What makes the pages of one rank those of one other rank, wherever they lie."""
+
+LAYOUT_FACTS: Final[PageFacts] = {
     "tokens_per_page": lambda view, _group, _buffer: view.tokens_per_page,
     "pages_per_block": lambda view, _group, _buffer: view.pages_per_block,
     "page_bytes": lambda view, _group, _buffer: view.page_bytes,
@@ -49,16 +60,25 @@ PAGE_FACTS: Final[Mapping[str, Callable[[PageView, PageGroup, PageBuffer], objec
     "window": lambda _view, group, _buffer: group.window,
     "sink_blocks": lambda _view, group, _buffer: group.sink_blocks,
 }
-"""Facts of the pages of a buffer that both ranks hold, and of the group it lives in."""
+"""What lets whole slots move, so that nothing has to be staged."""
 
 
 def check_direct(local: RankInfo, remote: RankInfo) -> tuple[Incompatibility, ...]:
     """Every reason why sessions cannot move pages between these two ranks; empty when they can."""
     rows = {row.field: row for row in check_peer(local, remote)}
-    for row in (*_shape_rows(local, remote), *_page_rows(local, remote)):
+    for row in (
+        *_shape_rows(local, remote),
+        *_buffer_rows(local, remote),
+        *_page_rows(SHARD_FACTS, local, remote),
+        *_kind_rows(local, remote),
+    ):
         rows.setdefault(row.field, row)
-    # Slots are compared last: only a pair that differs in nothing else has a plan.
-    return tuple(rows.values()) or tuple(_layout_rows(local, remote))
+    if not (local.can_stage and remote.can_stage):
+        for row in _layout_rows(local, remote):
+            rows.setdefault(row.field, row)
+        # Slots are compared last: only a pair that differs in nothing else has a plan.
+        return tuple(rows.values()) or tuple(_slot_rows(local, remote))
+    return tuple(rows.values())
 
 
 def _shape_rows(local: RankInfo, remote: RankInfo) -> Iterator[Incompatibility]:
@@ -72,9 +92,9 @@ def _shape_rows(local: RankInfo, remote: RankInfo) -> Iterator[Incompatibility]:
         )
 
 
-def _page_rows(local: RankInfo, remote: RankInfo) -> Iterator[Incompatibility]:
+def _buffer_rows(local: RankInfo, remote: RankInfo) -> Iterator[Incompatibility]:
     ours, theirs = held_buffers(local), held_buffers(remote)
-    for owner in ("target", "draft"):
+    for owner in OWNERS:
         own = {key for key in ours if key[0] == owner}
         their = {key for key in theirs if key[0] == owner}
         if own != their:
@@ -84,10 +104,16 @@ def _page_rows(local: RankInfo, remote: RankInfo) -> Iterator[Incompatibility]:
                 keys_text(their - own),
                 "each lists what the other lacks; " + SAME_LAYOUT,
             )
-        for name, read in PAGE_FACTS.items():
+
+
+def _page_rows(facts: PageFacts, local: RankInfo, remote: RankInfo) -> Iterator[Incompatibility]:
+    ours, theirs = held_buffers(local), held_buffers(remote)
+    for owner in OWNERS:
+        common = [key for key in ours if key[0] == owner and key in theirs]
+        for name, read in facts.items():
             pairs = {
                 (value_text(read(*ours[key])), value_text(read(*theirs[key])))
-                for key in own & their
+                for key in common
                 if read(*ours[key]) != read(*theirs[key])
             }
             if pairs:
@@ -97,7 +123,10 @@ def _page_rows(local: RankInfo, remote: RankInfo) -> Iterator[Incompatibility]:
                     " / ".join(sorted({pair[1] for pair in pairs})),
                     SAME_LAYOUT,
                 )
-    kinds = [{group.kind for _, group, _ in held.values()} for held in (ours, theirs)]
+
+
+def _kind_rows(local: RankInfo, remote: RankInfo) -> Iterator[Incompatibility]:
+    kinds = [{group.kind for group in info.page_table.groups} for info in (local, remote)]
     if set.union(*kinds) - {"attention"}:
         yield Incompatibility(
             "page kind",
@@ -108,10 +137,22 @@ def _page_rows(local: RankInfo, remote: RankInfo) -> Iterator[Incompatibility]:
 
 
 def _layout_rows(local: RankInfo, remote: RankInfo) -> Iterator[Incompatibility]:
+    """Where pages lie differently, and whose memory cannot stage them."""
+    rows = list(_page_rows(LAYOUT_FACTS, local, remote))
+    yield from rows
+    if rows:
+        yield Incompatibility("staging", _staging_text(local), _staging_text(remote), STAGE)
+
+
+def _slot_rows(local: RankInfo, remote: RankInfo) -> Iterator[Incompatibility]:
     plan = TransferPlan.between(local, remote)
-    covered = len(plan.groups) == len(local.page_table.groups) == len(remote.page_table.groups)
-    if not covered or not all(group.direct for group in plan.groups):
+    if not all(group.direct for group in plan.groups):
         yield Incompatibility("slot layout", _layout_text(local), _layout_text(remote), SAME_LAYOUT)
+        yield Incompatibility("staging", _staging_text(local), _staging_text(remote), STAGE)
+
+
+def _staging_text(info: RankInfo) -> str:
+    return "possible" if info.can_stage else "impossible with this memory"
 
 
 def _layout_text(info: RankInfo) -> str:

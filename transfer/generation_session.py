@@ -9,7 +9,7 @@ pages that are still leased, so that no send is left without its receive.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -32,6 +32,7 @@ from transfer.messages import (
     CancelSession,
     ChunkSent,
     Grant,
+    GroupRuns,
     GroupSlots,
     Handoff,
     HandoffData,
@@ -42,8 +43,8 @@ from transfer.messages import (
 )
 from transfer.outcome import Outcome, PostStatus
 from transfer.plan import TransferPlan
-from transfer.region import Region
-from transfer.runs import regions
+from transfer.region import Piece
+from transfer.runs import Slots, whole_pieces
 from transfer.session import Handler, Session, SessionState, Transitions, ignore
 from transfer.session_commands import PostReceives
 from transfer.session_events import (
@@ -56,6 +57,7 @@ from transfer.session_events import (
     PeerLost,
     PostEnded,
 )
+from transfer.staged_cut import staged_pieces
 from transfer.wire import pack_ints, unpack_ints
 
 
@@ -189,7 +191,7 @@ class GenerationSession(Session):
                 f"expected chunk {self._next_chunk} of {len(blocks.groups)} layer groups, "
                 f"got {event.chunk} of {len(event.groups)}"
             )
-        pieces: list[tuple[Region, int]] = []
+        pieces: list[tuple[Piece, int]] = []
         wanted: set[int] = set()
         for index, runs in enumerate(event.groups):
             if not self._cursors[index] == runs.first_block <= runs.end_block <= self._end_block:
@@ -199,10 +201,8 @@ class GenerationSession(Session):
                 )
             ordinals = wanted_blocks(blocks.groups[index], runs.first_block, runs.end_block)
             slots = blocks.groups[index].slots[ordinals - blocks.groups[index].first_block]
-            side = self._plan.groups[index].receiver
             try:
-                for region in regions(side, slots, unpack_ints(runs.run_blocks)):
-                    pieces.append((region, region.num_slots * side.slot_bytes[region.pool]))
+                pieces.extend(self._pieces(index, slots, runs))
             except ValueError as error:
                 raise BrokenPromise(f"layer group {index}: {error}") from error
             wanted.update(ordinals.tolist())
@@ -219,6 +219,21 @@ class GenerationSession(Session):
         if posts:
             self._commands.append(PostReceives(self._tag, posts))
         self._report_chunks()
+
+    def _pieces(self, index: int, slots: Slots, runs: GroupRuns) -> Iterator[tuple[Piece, int]]:
+        """Messages of one layer group as the sender cut them, each with its bytes.
+
+        Raises ValueError for a cut that does not fit our slots, or that this pair cannot carry.
+        """
+        group = self._plan.groups[index]
+        lengths = unpack_ints(runs.run_blocks)
+        if runs.staged and not self._plan.stages:
+            raise ValueError("pages were staged between memories that cannot stage")
+        if not runs.staged and not group.direct:
+            raise ValueError("whole slots were sent where layouts differ")
+        if runs.staged:
+            return staged_pieces(index, slots, lengths, group.block_bytes)
+        return whole_pieces(group.receiver, slots, lengths)
 
     def _on_post_ended(self, event: PostEnded) -> None:
         self._on_drained(event)

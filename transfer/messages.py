@@ -123,13 +123,17 @@ class GroupRuns(Message):
     first_block: int = Field(ge=0)
     end_block: int = Field(ge=0)
     run_blocks: bytes
-    """Packed int32: blocks in each run. Within a run the slots of both sides are consecutive."""
+    """Packed int32: blocks in each run. Unless they are staged, the slots of both sides are
+    consecutive within a run.
+    """
+    staged: bool = False
+    """Whether each run is gathered into one message, of at most ``STAGING_MESSAGE_BYTES`` unless it
+    is one block. Otherwise whole slots move, one message a run and pool.
+    """
 
 
 class ChunkSent(Message):
-    """The sender has posted these runs, group by group, run by run, one message a pool. Chunks
-    count from 0.
-    """
+    """The sender posts these runs, group by group, run by run. Chunks count from 0."""
 
     kind: Literal["chunk_sent"] = "chunk_sent"
     session: str

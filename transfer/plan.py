@@ -5,7 +5,7 @@ A function of two ``RankInfo`` values, computed alike by both ends, so that an i
 held by both ranks, heads held by both, and of several ranks that hold the same heads one elected
 sender, so that over all senders of a data parallel group every byte of the receiver is written
 exactly once. Where the fragments of a layer group are whole slots on both ends the group is
-*direct*: its slots move from leased page to leased page; otherwise a ``CopyPlan`` gathers them.
+*direct*: its slots can move from leased page to leased page; others a ``CopyPlan`` gathers.
 """
 
 from __future__ import annotations
@@ -91,6 +91,8 @@ class TransferPlan:
     """
     sender_only_drafts: tuple[int, ...] = ()
     """Draft layers of a sender that drafts alone: nothing is read from their pages."""
+    stages: bool = False
+    """Whether pages can be gathered at the sender and scattered at the receiver."""
 
     @classmethod
     def between(cls, sender: RankInfo, receiver: RankInfo) -> TransferPlan:
@@ -105,6 +107,7 @@ class TransferPlan:
             ),
             receiver_only_drafts=_drafts_alone(receiver, sender),
             sender_only_drafts=_drafts_alone(sender, receiver),
+            stages=sender.can_stage and receiver.can_stage,
         )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from transfer.lease import LeasedBlocks, TransferLease
 from transfer.outcome import Access, PeerFate, PostStatus
-from transfer.region import Post, Region
+from transfer.region import Piece, Post
 
 
 @dataclass(eq=False)
@@ -88,12 +88,12 @@ class PostLedger:
         self._accounts.append(_Account(blocks))
         return blocks.lease
 
-    def post(self, lease: TransferLease, pieces: Iterable[tuple[Region, int]]) -> tuple[Post, ...]:
-        """Number posts of ``(region, bytes)`` against a held lease."""
+    def post(self, lease: TransferLease, pieces: Iterable[tuple[Piece, int]]) -> tuple[Post, ...]:
+        """Number posts of ``(piece, bytes)`` against a held lease."""
         account = self._account(lease)
         posts = []
-        for region, size_bytes in pieces:
-            post = Post(self._next_post, region, size_bytes)
+        for piece, size_bytes in pieces:
+            post = Post(self._next_post, piece, size_bytes)
             self._next_post += 1
             self._by_post[post.id] = account
             self._bytes[post.id] = size_bytes

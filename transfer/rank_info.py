@@ -2,8 +2,9 @@
 
 Everything that decides whether and how pages map from one rank to another is here, and nothing else
 is consulted: ``check_peer`` and ``TransferPlan`` are functions of two of these values. Facts of the
-draft layers are absent from the wire when there are no shared draft layers. Fields that this
-release does not know are ignored, so that a later one may add facts that old peers need not read.
+draft layers are absent from the wire when there are no shared draft layers, as is the ability to
+stage when there is none. Fields that this release does not know are ignored, so that a later one
+may add facts that old peers need not read.
 """
 
 from __future__ import annotations
@@ -195,6 +196,8 @@ class RankInfo(RankFacts):
     num_draft_layers: int | None = Field(default=None, ge=1)
     """Draft layers that all ranks of the instance together share with peers; None without any."""
     draft_kv_dtype: str | None = None
+    can_stage: bool = False
+    """Whether its memory can gather and scatter pages. Told by the agent, of the memory it has."""
     page_table: PageTable
     data_host: str
     """Where this rank's data listener accepts endpoints."""
@@ -212,10 +215,11 @@ class RankInfo(RankFacts):
         return self
 
     @model_serializer(mode="wrap")
-    def _omit_absent_draft(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _omit_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = handler(self)
         return {
             name: value
             for name, value in fields.items()
-            if value is not None or name not in ("num_draft_layers", "draft_kv_dtype")
+            if value not in (None, False)
+            or name not in ("num_draft_layers", "draft_kv_dtype", "can_stage")
         }

@@ -1,8 +1,13 @@
-"""Consecutive slots of one pool: what one page message carries."""
+"""What one page message carries on one end: consecutive slots of one pool, or blocks that pass
+through staging.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +22,18 @@ class Region:
     num_slots: int
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Staged:
+    """Blocks of the plan's group ``group``, gathered into one message and scattered from it."""
+
+    group: int
+    slots: npt.NDArray[np.int32]
+    """The slot of each block on this side, in the order of the message."""
+
+
+Piece = Region | Staged
+
+
 @dataclass(frozen=True, slots=True)
 class Post:
     """One send or receive to post. ``id`` is unique within the session and comes back in
@@ -24,5 +41,5 @@ class Post:
     """
 
     id: int
-    region: Region
+    region: Piece
     size_bytes: int

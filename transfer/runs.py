@@ -48,3 +48,11 @@ def regions(side: GroupSide, slots: Slots, lengths: Sequence[int] | Slots) -> It
         for pool in range(len(side.slot_bytes)):
             yield Region(side.pool_group, pool, int(run[0]), length)
         start += length
+
+
+def whole_pieces(
+    side: GroupSide, slots: Slots, lengths: Sequence[int] | Slots
+) -> Iterator[tuple[Region, int]]:
+    """:func:`regions`, each with its bytes."""
+    for region in regions(side, slots, lengths):
+        yield region, region.num_slots * side.slot_bytes[region.pool]

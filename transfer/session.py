@@ -20,7 +20,7 @@ from transfer.messages import SessionMessage
 from transfer.outcome import Access, Outcome, PeerFate
 from transfer.plan import TransferPlan
 from transfer.post_ledger import PostLedger
-from transfer.region import Post, Region
+from transfer.region import Piece, Post
 from transfer.session_commands import ArmDeadline, Command, DropPeer, Report, SendControl
 from transfer.session_events import DeadlinePassed, PeerDied, PeerLost, PostEnded
 from transfer.story import InvalidTransition, Story
@@ -166,7 +166,7 @@ class Session(ABC):
         self._give_up(Outcome.FAILED, reason)
         self._drop_peer(reason)
 
-    def _post(self, lease: TransferLease, pieces: list[tuple[Region, int]]) -> tuple[Post, ...]:
+    def _post(self, lease: TransferLease, pieces: list[tuple[Piece, int]]) -> tuple[Post, ...]:
         """Book posts; the clock of progress starts when nothing else was under way."""
         if not self._ledger.open_posts:
             self._progress_ms = self._now_ms

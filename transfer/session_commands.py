@@ -18,7 +18,9 @@ class SendControl:
 
 @dataclass(frozen=True, slots=True)
 class PostSends:
-    """Post these sends in order, all with ``tag``. The ``ChunkSent`` that tells of them follows."""
+    """Post these sends in order, all with ``tag``, behind those of earlier commands. The
+    ``ChunkSent`` that tells of them follows; a staged one is gathered when its turn comes.
+    """
 
     tag: int
     posts: tuple[Post, ...]
@@ -26,8 +28,8 @@ class PostSends:
 
 @dataclass(frozen=True, slots=True)
 class PostReceives:
-    """Post these receives in order on the peer's own endpoint, all with ``tag``; hold them until
-    it is bound.
+    """Post these receives in order on the peer's own endpoint, all with ``tag``, behind those of
+    earlier commands. A staged one has ended when its bytes are in the pages.
     """
 
     tag: int

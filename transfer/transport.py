@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from transfer.outcome import PostStatus
+from transfer.page_staging import PageStaging
 
 OPENING_BYTES: Final = 32
 """Length of the first message on an endpoint: a nonce agreed on the authenticated control
@@ -74,13 +75,17 @@ class TransportFacts:
 class PageMemory(Protocol):
     """Turns slots into memory. Implemented by storage; the only place where transfer meets
     tensors.
-
-    Returns a writable, C-contiguous, one-dimensional uint8 buffer of ``num_slots * slot_bytes``
-    bytes that shares the pool's memory: a numpy array (host) or a CUDA tensor (device).
     """
 
+    @property
+    def staging(self) -> PageStaging | None:
+        """Gathers and scatters pages of this memory; None where nothing can."""
+
     def region(self, pool_group: int, pool: int, first_slot: int, num_slots: int) -> object:
-        """Memory of slots ``[first_slot, first_slot + num_slots)``."""
+        """Memory of slots ``[first_slot, first_slot + num_slots)``: a writable, C-contiguous,
+        one-dimensional uint8 buffer of ``num_slots * slot_bytes`` bytes that shares the pool's
+        memory, a numpy array (host) or a CUDA tensor (device).
+        """
 
 
 class PostedRequest(ABC):

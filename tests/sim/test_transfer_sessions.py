@@ -8,12 +8,23 @@ from functools import partial
 import pytest
 
 from tests.sim.transfer_network import Weather
+from tests.sim.transfer_pages import FRAGMENTED, MIXED, WHOLE, Terrain
 from tests.sim.transfer_world import CONTEXT, GENERATION, Rank, Script, World
+from transfer import staged_cut, staging_buffers
 from transfer.outcome import Outcome
 from transfer.session import Session, SessionState
 
 SEEDS = range(200)
 FAIR = Weather()
+TERRAINS = {"whole": WHOLE, "fragmented": FRAGMENTED, "mixed": MIXED}
+
+
+@pytest.fixture(params=TERRAINS)
+def terrain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Terrain:
+    """Where something is staged, it has to wait for one of two small buffers."""
+    monkeypatch.setattr(staging_buffers, "STAGING_BUFFERS", 2)
+    monkeypatch.setattr(staged_cut, "STAGING_MESSAGE_BYTES", 2 * 80)
+    return TERRAINS[request.param]
 
 
 def random_script(rng: random.Random) -> Script:
@@ -48,14 +59,16 @@ def random_faults(world: World, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_session_ends_once_and_no_page_is_touched_after_reuse(seed: int) -> None:
+def test_every_session_ends_once_and_no_page_is_touched_after_reuse(
+    seed: int, terrain: Terrain
+) -> None:
     rng = random.Random(f"script {seed}")
     weather = Weather(
         delay_ms=(0, rng.choice((1, 20, 120))),
         copy_chance=rng.choice((0.0, 0.3)),
         move_ms=(0, rng.choice((5, 60, 400))),
     )
-    world = World(seed, weather)
+    world = World(seed, weather, terrain=terrain)
     world.deaths_are_known = rng.random() < 0.7
     for number in range(rng.randint(4, 14)):
         script = random_script(rng)
@@ -69,8 +82,10 @@ def test_every_session_ends_once_and_no_page_is_touched_after_reuse(seed: int) -
     world.check()
 
 
-def test_without_faults_every_request_is_received_and_all_pages_are_free() -> None:
-    world = World(1, Weather(copy_chance=0.5), slots=12)
+def test_without_faults_every_request_is_received_and_all_pages_are_free(
+    terrain: Terrain,
+) -> None:
+    world = World(1, Weather(copy_chance=0.5), slots=12, terrain=terrain)
     for number in range(20):
         script = Script(prompt_blocks=1 + number % 8, cached_blocks=number % 3)
         script.cached_blocks = min(script.cached_blocks, script.prompt_blocks)
@@ -113,7 +128,9 @@ MATRIX = [
 
 
 @pytest.mark.parametrize(("side", "state", "fault"), MATRIX)
-def test_cancel_at_each_state_with_each_fault(side: int, state: SessionState, fault: str) -> None:
+def test_cancel_at_each_state_with_each_fault(
+    side: int, state: SessionState, fault: str, terrain: Terrain
+) -> None:
     reached = False
     for seed in range(12):
         weather = Weather(
@@ -121,7 +138,7 @@ def test_cancel_at_each_state_with_each_fault(side: int, state: SessionState, fa
             copy_chance=1.0 if fault == "duplicate" else 0.0,
             move_ms=(0, 150),
         )
-        world = World(seed, weather, ranks=1)
+        world = World(seed, weather, ranks=1, terrain=terrain)
         done: list[bool] = []
 
         def strike(

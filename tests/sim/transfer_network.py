@@ -73,6 +73,7 @@ class Link:
     rng: random.Random
     weather: Weather
     alive: tuple[Callable[[], bool], Callable[[], bool]]
+    ranks: tuple[object, object]
     deliver: list[Callable[[SessionMessage], None]]
     closed: list[Callable[[str], None]]
     open: list[bool] = field(default_factory=lambda: [True, True])

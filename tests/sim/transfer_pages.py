@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from transfer.costs import TransferCosts
 from transfer.lease import GroupBlocks, LeasedBlocks
 from transfer.plan import Fragment, GroupPlan, GroupSide, TransferPlan
-from transfer.region import Region
 
 WINDOW_BLOCKS = 3
 
@@ -20,20 +20,54 @@ def _group(layer_group: int, slot_bytes: tuple[int, ...]) -> GroupPlan:
     return GroupPlan(side, side, whole)
 
 
+def _halves_change_places(group: GroupPlan) -> GroupPlan:
+    return replace(
+        group,
+        fragments=tuple(
+            Fragment(pool, start, pool, size // 2 - start, size // 2)
+            for pool, size in enumerate(group.sender.slot_bytes)
+            for start in (0, size // 2)
+        ),
+    )
+
+
 PLAN = TransferPlan((_group(0, (64, 16)), _group(1, (32,))))
 """Group 0: full attention, two pools. Group 1: the last WINDOW_BLOCKS blocks are wanted."""
+STAGING_PLAN = replace(PLAN, stages=True)
+"""Both memories can stage."""
+MIXED_PLAN = TransferPlan((_halves_change_places(PLAN.groups[0]), PLAN.groups[1]), stages=True)
+"""Layouts of group 0 differ."""
+
+
+@dataclass(frozen=True)
+class Terrain:
+    """How pages lie on both ends, and what moving them costs."""
+
+    plan: TransferPlan = PLAN
+    costs: TransferCosts = field(default_factory=TransferCosts)
+    stride: int = 1
+    """Slots are taken in this stride, which has no factor in common with their number."""
+
+
+DEAR_MESSAGES = TransferCosts(message_us=1e6)
+WHOLE = Terrain()
+FRAGMENTED = Terrain(STAGING_PLAN, DEAR_MESSAGES, stride=7)
+MIXED = Terrain(MIXED_PLAN, stride=5)
 
 
 class Pages:
-    """Slots of one rank, one pool group a layer group; the lowest free slots first."""
+    """Slots of one rank, one pool group a layer group, and what is in them: values of
+    ``(request id, block, group, pool)`` by ``(group, pool, slot)``.
+    """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, stride: int = 1) -> None:
         self.owner: list[list[Sequence | None]] = [[None] * slots for _ in PLAN.groups]
-        self.content: dict[tuple[int, int, int], object] = {}
+        self.content: dict[tuple[int, int, int], Value] = {}
+        self._order = [number * stride % slots for number in range(slots)]
 
     def take(self, group: int, blocks: int, owner: Sequence) -> list[int] | None:
         """``blocks`` free slots, or None when there are fewer."""
-        free = [slot for slot, held in enumerate(self.owner[group]) if held is None][:blocks]
+        free = [slot for slot in self._order if self.owner[group][slot] is None][:blocks]
         if len(free) < blocks:
             return None
         for slot in free:
@@ -49,22 +83,28 @@ class Pages:
         """Sequences that hold a slot."""
         return {held for group in self.owner for held in group if held is not None}
 
-    def read(self, region: Region, owner: Sequence) -> list[object]:
-        """Content of a region. Fails when a slot has got another owner."""
-        return [self.content.get(place) for place in self._places(region, owner)]
+    def owner_of(self, group: int, slot: int) -> Sequence:
+        """Whose slot this is. Fails when it is nobody's."""
+        held = self.owner[group][slot]
+        assert held is not None, f"slot {slot} of pool group {group} was touched when free"
+        return held
 
-    def write(self, region: Region, owner: Sequence, content: list[object]) -> None:
-        """Fill a region. Fails when a slot has got another owner."""
-        for place, value in zip(self._places(region, owner), content, strict=True):
-            self.content[place] = value
+    def read(self, places: list[Place]) -> list[Value]:
+        """Content of these slots."""
+        return [self.content[place] for place in places]
 
-    def _places(self, region: Region, owner: Sequence) -> list[tuple[int, int, int]]:
-        slots = range(region.first_slot, region.first_slot + region.num_slots)
-        for slot in slots:
-            assert self.owner[region.pool_group][slot] is owner, (
-                f"slot {slot} of pool group {region.pool_group} was touched after reuse"
+    def write(self, places: list[Place], values: list[Value]) -> None:
+        """Fill these slots. Fails when one belongs to another request."""
+        for (group, pool, slot), value in zip(places, values, strict=True):
+            owner = self.owner_of(group, slot)
+            assert value[0] == owner.request_id, (
+                f"slot {slot} of pool group {group} of {owner.request_id} got {value}"
             )
-        return [(region.pool_group, region.pool, slot) for slot in slots]
+            self.content[group, pool, slot] = value
+
+
+Place = tuple[int, int, int]
+Value = tuple[str, int, int, int]
 
 
 @dataclass(eq=False)
@@ -73,13 +113,17 @@ class Sequence:
 
     pages: Pages
     tables: list[npt.NDArray[np.int32]]
+    request_id: str = ""
     leases: list[FakeLease] = field(default_factory=list)
     open: bool = True
 
     @classmethod
-    def allocate(cls, pages: Pages, blocks: int, first_blocks: tuple[int, ...]) -> Sequence | None:
+    def allocate(
+        cls, pages: Pages, request_id: str, blocks: int, first_blocks: tuple[int, ...]
+    ) -> Sequence | None:
         """Pages of blocks ``[first_blocks[g], blocks)`` of each group g; None when short."""
-        sequence = cls(pages, [np.full(blocks, -1, dtype=np.int32) for _ in PLAN.groups])
+        tables = [np.full(blocks, -1, dtype=np.int32) for _ in PLAN.groups]
+        sequence = cls(pages, tables, request_id)
         for group, first_block in enumerate(first_blocks):
             slots = pages.take(group, blocks - first_block, sequence)
             if slots is None:

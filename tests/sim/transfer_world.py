@@ -9,11 +9,21 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
-from tests.sim.transfer_network import Clock, Link, PostedEnd, Weather
-from tests.sim.transfer_pages import PLAN, WINDOW_BLOCKS, FakeLease, Pages, Sequence
+from tests.sim.transfer_memory import SimEndpoint, SimMemory
+from tests.sim.transfer_network import Clock, Link, Weather
+from tests.sim.transfer_pages import (
+    PLAN,
+    WHOLE,
+    WINDOW_BLOCKS,
+    FakeLease,
+    Pages,
+    Sequence,
+    Terrain,
+)
+from tests.sim.transfer_ranks import Rank, Script
+from transfer.agent_counters import TransferCounters
 from transfer.agent_events import (
     AgentEvent,
     AnnounceReceived,
@@ -29,7 +39,7 @@ from transfer.generation_session import GenerationSession
 from transfer.identity import Incarnation
 from transfer.messages import ChoiceHandoff, Grant, HandoffData, SessionMessage
 from transfer.outcome import Outcome, PeerFate, PostStatus
-from transfer.pending import EndedSessions, PendingCancels
+from transfer.pair_posts import PairPosts, Schedule
 from transfer.region import Post
 from transfer.session import Session, SessionState
 from transfer.session_commands import (
@@ -55,62 +65,28 @@ from transfer.session_events import (
     PostEnded,
     ShipRequested,
 )
+from transfer.transport import Completion
 
 CONTEXT, GENERATION = 0, 1
 LIMITS = TransferLimits(floor_ms=600, least_bytes_per_ms=10, drain_ms=400)
 
 
-@dataclass
-class Script:
-    """One request: what the engines do with it."""
-
-    prompt_blocks: int
-    cached_blocks: int = 0
-    """On the generation rank."""
-    chunk_blocks: int = 2
-    chunk_ms: int = 30
-    deadline_ms: int = 20_000
-    no_decode: bool = False
-    deeds: tuple[tuple[int, int, str], ...] = ()
-    """(side, milliseconds after the start, "cancel" or "fail")."""
-
-
-@dataclass(eq=False)
-class Rank:
-    """One process."""
-
-    side: int
-    incarnation: Incarnation
-    pages: Pages
-    alive: bool = True
-    paused_until_ms: int = 0
-    sessions: dict[str, Session] = field(default_factory=dict)
-    links: dict[str, Link] = field(default_factory=dict)
-    """By session id."""
-    session_of: dict[str, str] = field(default_factory=dict)
-    """By request id; ids of sessions that are over stay."""
-    armed: dict[str, int] = field(default_factory=dict)
-    cancels: PendingCancels = field(default_factory=PendingCancels)
-    ended: EndedSessions = field(default_factory=EndedSessions)
-    sequences: dict[str, Sequence] = field(default_factory=dict)
-    outcomes: dict[str, SessionEnded] = field(default_factory=dict)
-    ended_ms: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return self.incarnation.instance
-
-    def session(self, request_id: str) -> Session | None:
-        return self.sessions.get(self.session_of.get(request_id, ""))
-
-
 class World:
     """Runs requests between context and generation ranks. ``watch`` sees every handled event."""
 
-    def __init__(self, seed: int, weather: Weather, *, ranks: int = 2, slots: int = 24) -> None:
+    def __init__(
+        self,
+        seed: int,
+        weather: Weather,
+        *,
+        ranks: int = 2,
+        slots: int = 24,
+        terrain: Terrain = WHOLE,
+    ) -> None:
         self.rng = random.Random(seed)
         self.clock = Clock()
         self.weather = weather
+        self.terrain = terrain
         self.deaths_are_known = True
         self.watch: list[Callable[[Rank, Session], None]] = []
         self.scripts: dict[str, Script] = {}
@@ -119,7 +95,11 @@ class World:
         self.drops: list[str] = []
         self.contexts, self.generations = (
             tuple(
-                Rank(side, Incarnation(instance=f"{letter}{number}", nonce="0"), Pages(slots))
+                Rank(
+                    side,
+                    Incarnation(instance=f"{letter}{number}", nonce="0"),
+                    Pages(slots, terrain.stride),
+                )
                 for number in range(ranks)
             )
             for side, letter in ((CONTEXT, "c"), (GENERATION, "g"))
@@ -153,6 +133,9 @@ class World:
         for session in tuple(peer.sessions.values()):
             if session.peer == dead.incarnation:
                 self._handle(peer, session, PeerDied())
+        for link, posts in peer.posts.items():
+            if dead in link.ranks:
+                posts.peer_dead()
 
     def drop_links(self, rank: Rank) -> None:
         """Every connection of the rank breaks; each end notices on its own."""
@@ -185,7 +168,7 @@ class World:
             request_id=request_id,
             session=f"s-{request_id}",
             peer=context.incarnation,
-            plan=PLAN,
+            plan=self.terrain.plan,
             limits=LIMITS,
             tag=self.rng.getrandbits(64),
         )
@@ -233,7 +216,7 @@ class World:
         script = self.scripts[request_id]
         if request_id in rank.outcomes:
             return
-        sequence = Sequence.allocate(rank.pages, script.prompt_blocks, (0, 0))
+        sequence = Sequence.allocate(rank.pages, request_id, script.prompt_blocks, (0, 0))
         if sequence is None:
             self._later(rank, 40, lambda: self._prefill(rank, request_id))
             return
@@ -271,7 +254,7 @@ class World:
         if request_id in rank.outcomes:
             return
         script, firsts = self.scripts[request_id], self._first_blocks(request_id)
-        sequence = Sequence.allocate(rank.pages, script.prompt_blocks, firsts)
+        sequence = Sequence.allocate(rank.pages, request_id, script.prompt_blocks, firsts)
         if sequence is None:
             self._later(rank, 40, lambda: self._allocate(rank, request_id))
             return
@@ -313,8 +296,9 @@ class World:
                 request_id=message.request_id,
                 session=message.session,
                 peer=peer.incarnation,
-                plan=PLAN,
+                plan=self.terrain.plan,
                 limits=LIMITS,
+                costs=self.terrain.costs,
             )
             self._add(rank, session, link)
         self._handle(rank, session, message)
@@ -337,9 +321,8 @@ class World:
         match command:
             case SendControl(message=message):
                 link.send(rank.side, message)
-            case PostSends(tag=tag, posts=posts) | PostReceives(tag=tag, posts=posts):
-                for post in posts:
-                    link.post(tag, self._posted(rank, session, post))
+            case PostSends() | PostReceives():
+                rank.posts[link].add(session, command)
             case Report(event=event):
                 self._engine(rank, event)
             case ArmDeadline(at_ms=at_ms):
@@ -360,31 +343,9 @@ class World:
         elif session.session in rank.sessions:
             self._handle(rank, session, DeadlinePassed())
 
-    def _posted(self, rank: Rank, session: Session, post: Post) -> PostedEnd:
-        sequence = rank.sequences[session.request_id]
-
-        def ended(status: PostStatus) -> Callable[[], None]:
-            def tell() -> None:
-                if session.session in rank.sessions:
-                    self._handle(rank, session, PostEnded(post.id, status))
-
-            return lambda: self._run(rank, tell)
-
-        def touch(other: PostedEnd) -> None:
-            if rank.side == CONTEXT:
-                end.content = rank.pages.read(post.region, sequence)
-            else:
-                assert isinstance(other.content, list)
-                rank.pages.write(post.region, sequence, other.content)
-
-        end = PostedEnd(
-            side=rank.side,
-            touch=touch,
-            done=ended(PostStatus.DONE),
-            revoked=ended(PostStatus.REVOKED),
-            lost=ended(PostStatus.LOST),
-        )
-        return end
+    def _post_over(self, rank: Rank, session: Session, post: Post, end: Completion) -> None:
+        if session.session in rank.sessions:
+            self._handle(rank, session, PostEnded(post.id, end.status))
 
     def _lost(self, rank: Rank, peer: Rank, link: Link, reason: str) -> None:
         known = not peer.alive and self.deaths_are_known and self.rng.random() < 0.5
@@ -392,6 +353,10 @@ class World:
             if rank.links[session.session] is link:
                 fate = PeerFate.DEAD if known else PeerFate.UNKNOWN
                 self._handle(rank, session, PeerLost(reason, fate))
+        if known:
+            rank.posts[link].peer_dead()
+        for session, post in rank.posts[link].withdraw():
+            self._post_over(rank, session, post, Completion(PostStatus.REVOKED, reason))
 
     def _link(self, context: Rank, generation: Rank) -> Link:
         pair = (context.name, generation.name)
@@ -403,14 +368,30 @@ class World:
             rng=self.rng,
             weather=self.weather,
             alive=(lambda: context.alive, lambda: generation.alive),
+            ranks=(context, generation),
             deliver=[],
             closed=[],
         )
         for rank, peer in ((context, generation), (generation, context)):
             link.deliver.append(self._deliverer(rank, peer, link))
             link.closed.append(self._closer(rank, peer, link))
+            rank.posts[link] = self._posts(rank, link)
         self._current[pair] = link
         return link
+
+    def _posts(self, rank: Rank, link: Link) -> PairPosts:
+        def soon(action: Callable[[], None]) -> None:
+            self.clock.after(0, partial(self._run, rank, action))
+
+        posts = PairPosts(
+            plan=self.terrain.plan,
+            memory=SimMemory(rank.pages),
+            counters=TransferCounters(),
+            schedule=Schedule(lambda: self.clock.now_ms / 1000, soon),
+            over=partial(self._post_over, rank),
+        )
+        posts.bind(SimEndpoint(link, rank.side, partial(self._run, rank)))
+        return posts
 
     def _deliverer(self, rank: Rank, peer: Rank, link: Link) -> Callable[[SessionMessage], None]:
         def deliver(message: SessionMessage) -> None:
@@ -456,6 +437,8 @@ class World:
                 session = rank.sessions.get(session_id)
                 if session is not None:
                     self._check_doubt(session)
+            for posts in rank.posts.values():
+                assert posts.quiet.is_set(), f"{rank.name} waits for a request"
             for sequence in rank.pages.owners():
                 doubted = [lease for lease in sequence.leases if not lease.over]
                 assert doubted, f"{rank.name} keeps pages that nobody needs"

@@ -22,6 +22,7 @@ from kvcache_core.layout import LayoutPlan
 from tests.support.fake_executor import FakeMemory
 from transfer.agent_events import AgentEvent
 from transfer.context_session import ContextSession
+from transfer.costs import TransferCosts
 from transfer.deadlines import TransferLimits
 from transfer.generation_session import GenerationSession
 from transfer.identity import Incarnation, PeerAddress
@@ -163,6 +164,7 @@ class SimNetwork:
         """Match sends with receives in order."""
         books = self.sends if isinstance(command, PostSends) else self.receives
         for post in command.posts:
+            assert isinstance(post.region, Region), "these memories cannot stage"
             entry = _Post(end, post.id, post.region)
             end.posts.append(entry)
             books.setdefault(command.tag, deque()).append(entry)
@@ -346,6 +348,7 @@ class SimTransfers(Transfers):
             peer=peer.node.incarnation,
             plan=plan,
             limits=self.network.limits,
+            costs=TransferCosts(),
         )
         end = self._enter(session, plan, peer)
         self.drive(end, grant)

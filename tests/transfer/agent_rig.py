@@ -24,11 +24,13 @@ from transfer.agent_events import (
     SessionEnded,
 )
 from transfer.control import ControlTiming
+from transfer.costs import TransferCosts
 from transfer.deadlines import TransferLimits
 from transfer.identity import Incarnation, PeerAddress
 from transfer.lease import TransferLease
 from transfer.messages import ChoiceHandoff, HandoffData
 from transfer.outcome import Outcome
+from transfer.page_staging import HostStaging, PageStaging
 from transfer.rank_info import (
     EngineFacts,
     PageBuffer,
@@ -45,6 +47,10 @@ WAIT_S = 10.0
 GROUPS = {0: (4096, 1024), 1: (2048,)}
 """Slot bytes by layer group; group 1 keeps a window."""
 VIEWS = {0: 0, 1: 2}
+RUNS_ONLY = TransferCosts(message_us=0)
+"""Where messages cost nothing, only what cannot move whole is staged."""
+HEADS = 2
+TOKENS_PER_BLOCK = 16
 EventT = TypeVar("EventT", bound=AgentEvent)
 HANDOFF = HandoffData(choices=(ChoiceHandoff(token=7),), cached_tokens=0)
 PATIENT = ControlTiming(connect_ms=10_000, heartbeat_ms=200, silence_ms=2_000)
@@ -52,21 +58,23 @@ PATIENT = ControlTiming(connect_ms=10_000, heartbeat_ms=200, silence_ms=2_000)
 FAST = ControlTiming(connect_ms=3_000, heartbeat_ms=100, silence_ms=600)
 
 
-def page_view(group: int, pool: int, slot_bytes: int, head_dim: int) -> PageView:
+def page_view(group: int, pool: int, slot_bytes: int, pages: tuple[int, int]) -> PageView:
+    """``pages`` of a block, and tokens in each."""
+    pages_per_block, tokens_per_page = pages
     return PageView(
         owner="target",
         layer_group=group,
         pool=pool,
         mapping="head_major",
         element="uint8",
-        num_heads=1,
+        num_heads=HEADS,
         first_head=0,
-        total_heads=1,
-        elements_per_head=head_dim,
-        tokens_per_page=slot_bytes // head_dim,
-        pages_per_block=1,
-        page_bytes=slot_bytes,
-        page_stride_bytes=slot_bytes,
+        total_heads=HEADS,
+        elements_per_head=slot_bytes // (HEADS * pages_per_block * tokens_per_page),
+        tokens_per_page=tokens_per_page,
+        pages_per_block=pages_per_block,
+        page_bytes=slot_bytes // pages_per_block,
+        page_stride_bytes=slot_bytes // pages_per_block,
         buffers=(
             PageBuffer(
                 layer_id=2 * group + pool, role="KEY", offset_bytes=0, size_bytes=slot_bytes
@@ -79,8 +87,10 @@ def rank_info(
     instance: str,
     *,
     tokens_per_block: int = 16,
+    tokens_per_page: int | None = None,
     groups: Mapping[int, tuple[int, ...]] = GROUPS,
 ) -> RankInfo:
+    page_tokens = tokens_per_page or tokens_per_block
     return RankInfo(
         incarnation=Incarnation.mint(instance),
         rank=0,
@@ -103,7 +113,7 @@ def rank_info(
                 for group, slot_bytes in groups.items()
             ),
             views=tuple(
-                page_view(group, pool, size, size // tokens_per_block)
+                page_view(group, pool, size, (tokens_per_block // page_tokens, page_tokens))
                 for group, slot_bytes in groups.items()
                 for pool, size in enumerate(slot_bytes)
             ),
@@ -122,12 +132,32 @@ class ArrayMemory(PageMemory):
             for group, slot_bytes in groups.items()
             for pool, size in enumerate(slot_bytes)
         }
+        self._staging = HostStaging(
+            {
+                group: [self.pools[group, pool] for pool in range(len(slot_bytes))]
+                for group, slot_bytes in groups.items()
+            }
+        )
+
+    @property
+    @override
+    def staging(self) -> PageStaging | None:
+        return self._staging
 
     @override
     def region(self, pool_group: int, pool: int, first_slot: int, num_slots: int) -> object:
         part = self.pools[pool_group, pool][first_slot : first_slot + num_slots]
         assert len(part) == num_slots
         return part.reshape(-1)
+
+
+class UnstagedMemory(ArrayMemory):
+    """Pools that nothing can gather, as those of a device."""
+
+    @property
+    @override
+    def staging(self) -> PageStaging | None:
+        return None
 
 
 class Lease(TransferLease):
@@ -220,14 +250,22 @@ class NodeFacts:
     control_port: int = 0
     timing: ControlTiming = FAST
     limits: TransferLimits = field(default_factory=TransferLimits)
+    costs: TransferCosts = field(default_factory=lambda: RUNS_ONLY)
+    tokens_per_page: int | None = None
+    memory: type[ArrayMemory] = ArrayMemory
     groups: Mapping[int, tuple[int, ...]] = field(default_factory=lambda: GROUPS)
     views: Mapping[int, int] = field(default_factory=lambda: VIEWS)
 
 
 async def start_node(name: str, transport: Transport, facts: NodeFacts | None = None) -> Node:
     facts = facts or NodeFacts()
-    info = rank_info(name, tokens_per_block=facts.tokens_per_block, groups=facts.groups)
-    memory = ArrayMemory(facts.num_slots, facts.groups)
+    info = rank_info(
+        name,
+        tokens_per_block=facts.tokens_per_block,
+        tokens_per_page=facts.tokens_per_page,
+        groups=facts.groups,
+    )
+    memory = facts.memory(facts.num_slots, facts.groups)
     engine = Engine()
     agent = TransferAgent(
         rank_info=info,
@@ -240,6 +278,7 @@ async def start_node(name: str, transport: Transport, facts: NodeFacts | None = 
             control_port=facts.control_port,
             timing=facts.timing,
             limits=facts.limits,
+            costs=facts.costs,
         ),
         deliver=engine,
     )
@@ -260,9 +299,23 @@ def fill(memory: ArrayMemory, slots: list[int], stamp: int) -> None:
 def same_blocks(source: Node, source_slots: list[int], target: Node, slots: list[int]) -> bool:
     """Whether blocks arrived, in every pool. Presence of data is the caller's business."""
     return all(
-        np.array_equal(source.memory.pools[key][source_slots], array[slots])
-        for key, array in target.memory.pools.items()
+        np.array_equal(token_rows(source, key, source_slots), token_rows(target, key, slots))
+        for key in target.memory.pools
     )
+
+
+def token_rows(node: Node, key: tuple[int, int], slots: list[int]) -> npt.NDArray[np.uint8]:
+    """Blocks of a pool as ``[slots, heads, tokens, elements]``, whatever their pages are."""
+    group, pool = key
+    view = next(
+        view
+        for view in node.info.page_table.views
+        if (view.layer_group, view.pool) == (group, pool)
+    )
+    pages = node.memory.pools[key][slots].reshape(
+        len(slots), view.pages_per_block, HEADS, view.tokens_per_page, view.elements_per_head
+    )
+    return pages.transpose(0, 2, 1, 3, 4).reshape(len(slots), HEADS, -1, view.elements_per_head)
 
 
 async def granted(context: Node, generation: Node, request_id: str, deadline_ms: int) -> None:

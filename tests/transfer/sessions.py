@@ -9,6 +9,7 @@ import numpy as np
 from tests.sim.transfer_pages import PLAN, FakeLease, Pages, Sequence
 from transfer.agent_events import AgentEvent
 from transfer.context_session import ContextSession
+from transfer.costs import TransferCosts
 from transfer.deadlines import TransferLimits
 from transfer.generation_session import GenerationSession
 from transfer.identity import Incarnation
@@ -26,6 +27,7 @@ from transfer.messages import (
     SessionMessage,
 )
 from transfer.outcome import PostStatus
+from transfer.plan import TransferPlan
 from transfer.session import Session, SessionState
 from transfer.session_commands import Command, PostReceives, PostSends, Report, SendControl
 from transfer.session_events import (
@@ -40,6 +42,8 @@ from transfer.session_events import (
 from transfer.wire import pack_ints
 
 LIMITS = TransferLimits(floor_ms=100, least_bytes_per_ms=10, drain_ms=50)
+COSTS = TransferCosts(message_us=0)
+"""Messages cost nothing: only what cannot move whole is staged."""
 PEER = Incarnation(instance="peer", nonce="0")
 DATA = HandoffData(choices=(ChoiceHandoff(token=7),), cached_tokens=0)
 TAG = 77
@@ -54,16 +58,18 @@ def lease_of(slots: tuple[list[int], list[int]], first_block: int = 0) -> Leased
     return LeasedBlocks(lease, tuple(GroupBlocks(first_block, table) for table in sequence.tables))
 
 
-def generation() -> GenerationSession:
+def generation(plan: TransferPlan = PLAN) -> GenerationSession:
     """A new receiving session."""
     return GenerationSession(
-        request_id="r", session="s", peer=PEER, plan=PLAN, limits=LIMITS, tag=TAG
+        request_id="r", session="s", peer=PEER, plan=plan, limits=LIMITS, tag=TAG
     )
 
 
-def context() -> ContextSession:
+def context(plan: TransferPlan = PLAN, costs: TransferCosts = COSTS) -> ContextSession:
     """A new sending session."""
-    return ContextSession(request_id="r", session="s", peer=PEER, plan=PLAN, limits=LIMITS)
+    return ContextSession(
+        request_id="r", session="s", peer=PEER, plan=plan, limits=LIMITS, costs=costs
+    )
 
 
 GRANT = Grant(request_id="r", session="s", prompt_tokens=30, deadline_ms=1_000)

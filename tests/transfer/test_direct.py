@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -22,7 +23,8 @@ from tests.support.transfers import draft_layer, layout, rank_info, target_layer
 from tests.transfer.changed import Json, leaves, with_value
 from transfer.direct import check_direct
 from transfer.incompatibility import Incompatibility
-from transfer.rank_info import ParallelShape
+from transfer.plan import TransferPlan
+from transfer.rank_info import ParallelShape, RankInfo
 
 BASE = rank_info()
 
@@ -197,3 +199,93 @@ def test_unequal_tensor_parallel_sizes_are_refused_with_both_numbers() -> None:
     )
     rows = {row.field: (row.local, row.remote) for row in check_direct(whole, half)}
     assert rows["attention_tp_size"] == ("1", "2")
+
+
+def staging(info: RankInfo) -> RankInfo:
+    """The same rank with a memory that can stage."""
+    return info.model_copy(update={"can_stage": True})
+
+
+def paged(tokens_per_page: int, window: int | None = None) -> RankInfo:
+    """A rank whose kernels read pages of this size."""
+    specs = [
+        replace(target_layer(layer, 2, window), tokens_per_page=tokens_per_page)
+        for layer in range(2)
+    ]
+    return rank_info(LayoutPlan.derive(specs, tokens_per_block=8), layers_per_stage=(2,))
+
+
+def test_other_page_sizes_are_accepted_where_both_memories_can_stage() -> None:
+    small, large = paged(4), paged(8)
+    assert check_direct(staging(small), staging(large)) == ()
+    plan = TransferPlan.between(staging(small), staging(large))
+    assert plan.stages
+    assert not any(group.direct for group in plan.groups)
+
+
+@pytest.mark.parametrize("who", ["ours", "theirs", "neither"])
+def test_other_page_sizes_are_refused_where_a_memory_cannot_stage(who: str) -> None:
+    small, large = paged(4), paged(8)
+    ours = staging(small) if who == "ours" else small
+    theirs = staging(large) if who == "theirs" else large
+    rows = {row.field: row for row in check_direct(ours, theirs)}
+    assert (rows["target tokens_per_page"].local, rows["target tokens_per_page"].remote) == (
+        "4",
+        "8",
+    )
+    assert "gathered and scattered" in rows["staging"].advice
+    assert ("impossible" in rows["staging"].local) is (who != "ours")
+    assert ("impossible" in rows["staging"].remote) is (who != "theirs")
+    assert set(check_direct(theirs, ours)) == mirrored(tuple(rows.values()))
+
+
+def test_padded_slots_and_windows_that_cover_everything_are_staged() -> None:
+    wide = with_value(BASE, ("page_table", "groups", 0, "slot_bytes", 0), 8192)
+    assert check_direct(staging(BASE), staging(wide)) == ()
+    windowed, full = paged(8, window=24), paged(8)
+    assert check_direct(staging(windowed), staging(full)) == ()
+    assert [row.field for row in check_direct(windowed, full)] == ["target window", "staging"]
+
+
+def test_equal_layouts_need_no_staging() -> None:
+    assert check_direct(staging(BASE), BASE) == ()
+    assert not TransferPlan.between(staging(BASE), BASE).stages
+
+
+SINKS_OF_FULL = ("page_table", "groups", 0, "sink_blocks")
+
+
+@given(path=st.sampled_from(LEAVES), step=st.integers(1, 40), data=st.data())
+def test_staging_accepts_no_single_change_but_of_the_layout(
+    path: tuple[str | int, ...], step: int, data: st.DataObject
+) -> None:
+    node: Json = BASE.model_dump()
+    for key in path:
+        node = node[key]
+    value = node + step if isinstance(node, int) else node + data.draw(st.sampled_from("xyz"))
+    try:
+        other = with_value(BASE, path, value)
+    except ValueError:
+        return
+    rows = check_direct(staging(BASE), staging(other))
+    assert set(check_direct(staging(other), staging(BASE))) == mirrored(rows)
+    if not rows:
+        # Larger slots lie differently; without a window sinks say nothing.
+        assert path[-2] == "slot_bytes" or path == SINKS_OF_FULL, (path, value)
+        source, target = TransferPlan.between(staging(BASE), staging(other)), BASE.page_table
+        assert {g.receiver.layer_group for g in source.groups} == {
+            g.layer_group for g in target.groups
+        }
+
+
+def test_unequal_shapes_are_refused_whatever_can_stage() -> None:
+    half = rank_info(
+        LayoutPlan.derive([target_layer(0, 1)], tokens_per_block=8),
+        shape=ParallelShape(tp_size=2, tp_rank=0),
+        layers_per_stage=(1,),
+    )
+    whole = rank_info(
+        LayoutPlan.derive([target_layer(0, 2)], tokens_per_block=8), layers_per_stage=(1,)
+    )
+    fields = {row.field for row in check_direct(staging(half), staging(whole))}
+    assert {"attention_tp_size", "target num_heads"} <= fields

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
-import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from tests.transfer.agent_rig import PATIENT, WAIT_S, Lease, Node, NodeFacts, lease, start_node
+from tests.transfer.agent_rig import WAIT_S, lease
+from tests.transfer.ucx_contexts import complete, context_process, generation, start_request
 from transfer.agent_events import (
     AnnounceReceived,
     ChunkReceived,
-    HandoffReceived,
     LeaseEnded,
     SessionEnded,
 )
 from transfer.auth import mint_nonce
-from transfer.identity import PeerAddress
 from transfer.outcome import Outcome
 from transfer.transport import TransportError
 from transfer.ucx.transport import UcxTransport
@@ -31,77 +25,6 @@ from transfer.ucx.transport import UcxTransport
 pytestmark = pytest.mark.ucx
 SMALL = (4096, 1024)
 LARGE = (8 << 20, 1 << 20)
-
-
-@dataclass
-class Context:
-    """The other process."""
-
-    process: asyncio.subprocess.Process
-    address: PeerAddress
-
-    def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-
-    async def line(self) -> str:
-        assert self.process.stdout is not None
-        return (await asyncio.wait_for(self.process.stdout.readline(), WAIT_S)).decode().strip()
-
-    async def finish(self) -> int:
-        """Close its stdin and wait for a clean end."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        return await asyncio.wait_for(self.process.wait(), WAIT_S)
-
-
-@asynccontextmanager
-async def context_process(slot_bytes: tuple[int, ...], num_slots: int) -> AsyncIterator[Context]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "tests.transfer.context_process",
-        json.dumps({"slot_bytes": slot_bytes, "num_slots": num_slots}),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    try:
-        line = await asyncio.wait_for(process.stdout.readline(), WAIT_S)
-        yield Context(process, PeerAddress.model_validate_json(line))
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-
-
-@asynccontextmanager
-async def generation(slot_bytes: tuple[int, ...], num_slots: int) -> AsyncIterator[Node]:
-    facts = NodeFacts(num_slots=num_slots, groups={0: slot_bytes, 1: (2048,)}, timing=PATIENT)
-    node = await start_node("generation", UcxTransport("127.0.0.1"), facts)
-    try:
-        yield node
-    finally:
-        await node.agent.close()
-
-
-async def start_request(
-    node: Node, context: Context, request_id: str, slots: list[int], deadline_ms: int = 20_000
-) -> Lease:
-    node.agent.grant(request_id, context.address, 10, deadline_ms)
-    await node.engine.expect(AnnounceReceived, request_id)
-    pages = lease(0, slots)
-    node.agent.ready(request_id, 0, len(slots), pages)
-    return pages
-
-
-async def complete(node: Node, request_id: str, slots: list[int]) -> None:
-    await node.engine.expect(HandoffReceived, request_id)
-    end = await node.engine.expect(SessionEnded, request_id)
-    assert end.outcome is Outcome.SUCCEEDED
-    await node.engine.expect(LeaseEnded, request_id)
-    for array in node.memory.pools.values():
-        for block, slot in enumerate(slots):
-            assert int(array[slot].min()) == int(array[slot].max()) == (block + 1) % 256
 
 
 async def test_requests_one_after_another_and_together() -> None:

@@ -1,0 +1,110 @@
+"""Two processes over the real UCX that stage: fragmented slots, other pages, a killed sender.
+
+Budget: 60 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from tests.transfer.agent_rig import Node
+from tests.transfer.ucx_contexts import (
+    Context,
+    complete,
+    context_process,
+    generation,
+    start_request,
+)
+from transfer.agent_events import ChunkReceived, LeaseEnded, LeaseInDoubt, SessionEnded
+from transfer.outcome import Outcome
+
+pytestmark = pytest.mark.ucx
+DEAR_US = 1e6
+"""Whatever may be staged is."""
+BLOCKS = 64
+SMALL = (48 << 10, 16 << 10)
+LARGE = (6 << 20, 2 << 20)
+
+
+def scattered(blocks: int) -> list[int]:
+    return [int(slot) for slot in np.random.default_rng(2).permutation(blocks)]
+
+
+async def one(node: Node, context: Context, name: str, slots: list[int]) -> None:
+    await start_request(node, context, name, slots)
+    await complete(node, name, slots)
+
+
+@pytest.mark.parametrize("message_us", [0.0, DEAR_US], ids=["runs", "staged"])
+async def test_fragmented_slots_arrive_whole(message_us: float) -> None:
+    slots = scattered(BLOCKS)
+    async with (
+        context_process(SMALL, BLOCKS, stride=7, message_us=message_us, chunk_blocks=24) as context,
+        generation(SMALL, BLOCKS) as node,
+    ):
+        took_ms = 0.0
+        for number in range(6):
+            name = f"r{number}"
+            for array in node.memory.pools.values():
+                array[:] = 0
+            started = time.perf_counter()
+            await start_request(node, context, name, slots)
+            await node.engine.expect(LeaseEnded, name)
+            took_ms = (time.perf_counter() - started) * 1e3
+            await complete(node, name, slots)
+        print(f"{BLOCKS} scattered blocks of 64 KiB: {took_ms:.1f} ms")
+        assert node.agent.counters.bytes_total == 6 * BLOCKS * (sum(SMALL) + 2048)
+        assert await context.finish() == 0
+
+
+@pytest.mark.parametrize(("there", "here"), [(4, 16), (16, 8), (4, 8)])
+async def test_other_page_sizes_are_laid_out_anew(there: int, here: int) -> None:
+    slots = scattered(BLOCKS)
+    async with (
+        context_process(SMALL, BLOCKS, stride=7, tokens_per_page=there) as context,
+        generation(SMALL, BLOCKS, tokens_per_page=here) as node,
+    ):
+        await one(node, context, "r", slots)
+        assert await context.finish() == 0
+
+
+async def test_sessions_share_the_buffers_of_a_pair() -> None:
+    together, blocks = 8, 16
+    order = scattered(together * blocks)
+    async with (
+        context_process(LARGE, blocks, stride=7, tokens_per_page=4) as context,
+        generation(LARGE, together * blocks) as node,
+    ):
+        parts = [order[blocks * n : blocks * (n + 1)] for n in range(together)]
+        await asyncio.gather(*(one(node, context, f"r{n}", part) for n, part in enumerate(parts)))
+        assert await context.finish() == 0
+
+
+async def test_the_sender_is_killed_with_staged_receives_under_way() -> None:
+    blocks = 32
+    slots = scattered(blocks)
+    async with generation(LARGE, blocks) as node:
+        for number in range(3):
+            name = f"killed {number}"
+            async with context_process(LARGE, blocks, stride=7, tokens_per_page=4) as context:
+                pages = await start_request(node, context, name, slots)
+                await node.engine.expect(ChunkReceived, name)
+                context.signal(signal.SIGKILL)
+                end = await node.engine.expect(SessionEnded, name)
+                assert end.outcome is Outcome.FAILED
+                assert end.transferred_bytes < blocks * sum(LARGE)
+                await node.engine.expect(LeaseEnded, name)
+                assert (pages.releases, pages.quarantines) == (1, 0)
+                assert not node.engine.of(LeaseInDoubt, name)
+                for array in node.memory.pools.values():
+                    array[:] = 0
+                await asyncio.sleep(0.2)
+                assert not any(array.any() for array in node.memory.pools.values())
+        assert node.agent.counters.leases_in_doubt == 0
+        async with context_process(LARGE, blocks, stride=7, tokens_per_page=4) as again:
+            await one(node, again, "next", slots)

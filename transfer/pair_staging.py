@@ -1,0 +1,35 @@
+"""What one pair needs to stage: its copy plans, its buffers, and the memory's two passes."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from transfer.copy_plan import CopyPlan
+from transfer.page_staging import PageStaging
+from transfer.plan import TransferPlan
+from transfer.region import Staged
+from transfer.staged_cut import most_bytes
+from transfer.staging_buffers import StagingBuffers
+
+
+class PairStaging:
+    """Made once a pair, for a plan that has groups. ``gather`` is the sender's, ``scatter`` the
+    receiver's; both raise ValueError for slots that are not there.
+    """
+
+    def __init__(self, plan: TransferPlan, staging: PageStaging) -> None:
+        largest = max(most_bytes(group.block_bytes) for group in plan.groups)
+        self.buffers: Final = StagingBuffers(staging, largest)
+        self._groups = plan.groups
+        self._copies = tuple(CopyPlan.of(group) for group in plan.groups)
+        self._staging = staging
+
+    def gather(self, piece: Staged, message: Any) -> None:
+        """Fill ``message`` from the sender's slots of ``piece``."""
+        pool_group = self._groups[piece.group].sender.pool_group
+        self._staging.gather(self._copies[piece.group], pool_group, piece.slots, message)
+
+    def scatter(self, piece: Staged, message: Any) -> None:
+        """Fill the receiver's slots of ``piece`` from ``message``."""
+        pool_group = self._groups[piece.group].receiver.pool_group
+        self._staging.scatter(self._copies[piece.group], message, pool_group, piece.slots)

@@ -1,0 +1,62 @@
+"""Cut of a group's staged blocks into messages: each as many blocks as a staging buffer takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from transfer.region import Staged
+
+STAGING_MESSAGE_BYTES: Final = 4 << 20
+"""Most bytes of a staged message of more than one block: few messages, and short waits while one
+is copied.
+"""
+Slots = npt.NDArray[np.int32]
+
+
+def most_blocks(block_bytes: int) -> int:
+    """Most blocks of one message; a block is never cut."""
+    return max(1, STAGING_MESSAGE_BYTES // block_bytes)
+
+
+def most_bytes(block_bytes: int) -> int:
+    """Bytes of the largest message of such blocks."""
+    return most_blocks(block_bytes) * block_bytes
+
+
+def staged_messages(blocks: int, block_bytes: int) -> int:
+    """Messages that ``blocks`` blocks take."""
+    return -(-blocks // most_blocks(block_bytes))
+
+
+def staged_lengths(blocks: int, block_bytes: int) -> Slots:
+    """Blocks of each message, int32: as many as one takes, the rest in the last."""
+    most = most_blocks(block_bytes)
+    lengths = np.full(staged_messages(blocks, block_bytes), most, dtype=np.int32)
+    if blocks % most:
+        lengths[-1] = blocks % most
+    return lengths
+
+
+def staged_pieces(
+    group: int, slots: Slots, lengths: Sequence[int] | Slots, block_bytes: int
+) -> Iterator[tuple[Staged, int]]:
+    """Messages of group ``group`` on one end, each with its bytes.
+
+    Raises ValueError when the lengths do not cut ``slots`` into messages of a staging buffer.
+    """
+    if int(np.sum(lengths, dtype=np.int64)) != len(slots):
+        raise ValueError(
+            f"messages cover {int(np.sum(lengths, dtype=np.int64))} blocks, expected {len(slots)}"
+        )
+    most = most_blocks(block_bytes)
+    start = 0
+    for value in lengths:
+        length = int(value)
+        if not 1 <= length <= most:
+            raise ValueError(f"message of {length} blocks, expected 1 to {most}")
+        yield Staged(group, slots[start : start + length]), length * block_bytes
+        start += length
