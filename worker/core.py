@@ -81,7 +81,8 @@ def load_core(config: WorkerConfig, progress: Callable[[str], None]) -> RankCore
     in_host_memory = f", {min(host_slots)} more in host memory" if any(host_slots) else ""
     progress(
         f"KV cache: {min(slots)} blocks of {plan.tokens_per_block} tokens, "
-        f"{plan.pool_bytes(slots) / 1e6:.0f} MB{in_host_memory}; sequences of up to {longest} tokens"
+        f"{plan.pool_bytes(slots) / 1e6:.0f} MB{in_host_memory}; "
+        f"sequences of up to {longest} tokens"
     )
     executor = ModelExecutor(ModelRunner(loaded, plan, storage), loaded.device)
     return RankCore(loaded, plan, storage, manager, executor, demand, longest)
