@@ -48,7 +48,7 @@ class Welcome(Message):
 
 
 class Introduction(Message):
-    """Facts of the sending rank. Both sides send one after the proofs and run ``check_peer`` on
+    """Facts of the sending rank. Both sides send one after the proofs and run ``check_direct`` on
     what they get.
     """
 

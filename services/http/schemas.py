@@ -3,7 +3,7 @@
 Every documented OpenAI field is known here: it has a typed field, or it stands in a table of fields
 that are refused by name unless their value asks for nothing. Types are strict (``"7"`` is no
 number). Fields nobody documents are ignored, as other OpenAI-compatible servers do, so that clients
-with additions of their own still work.
+with additions of their own still work; only their length is bounded (:mod:`services.http.body`).
 """
 
 from __future__ import annotations
