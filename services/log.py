@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Final, TextIO
+from typing import TextIO
 
 from typing_extensions import override
 
-LINE: Final = "%(asctime)s %(levelname)-7s %(process)d %(name)s: %(message)s"
+from worker.log import LINE
 
 
 class StandardErrorHandler(logging.StreamHandler[TextIO]):
