@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator
 
+import hypothesis
 import pytest
 from xdist.remote import Producer
 
@@ -18,6 +19,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Read by torch when it is imported. Threads that wait for each other in every operation are
     # slower than one where another process of the suite has the second core.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# An example that is slow because another process has the core is not wrong.
+hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.load_profile("suite")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
