@@ -290,7 +290,7 @@ def numbered(pair: Geometry, name: str) -> list[list[RankInfo]]:
 async def instances(
     pair: Geometry, random: Random, prompt_tokens: int, cluster: Cluster | None = None
 ) -> AsyncIterator[Instances]:
-    """Agents of one dp group a side; the pools of the context ranks are filled."""
+    """Agents of the last dp group a side; the pools of the context ranks are filled."""
     cluster = cluster or Cluster()
     sides: dict[str, list[RankNode]] = {}
     for name in ("context", "generation"):
@@ -298,7 +298,7 @@ async def instances(
         instance = [info for group in groups for info in group]
         sides[name] = [
             _node(info, instance, FilledPools(info, prompt_tokens, random), cluster)
-            for info in random.choice(groups)
+            for info in groups[-1]
         ]
     both = Instances(sides["context"], sides["generation"], prompt_tokens, pair.tokens_per_block)
     for node in both.contexts:

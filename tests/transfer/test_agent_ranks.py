@@ -49,6 +49,11 @@ NAMED = {
     "one head at tp 2->1": (tp(2), WHOLE, ONE_HEAD),
     "one head at tp 1->2": (WHOLE, tp(2), ONE_HEAD),
     "one head, dp of the receiver": (tp(2), tp(2, 2), ONE_HEAD),
+    "one head, stages and dp of the receiver": (
+        tp(2),
+        replace(tp(2, 2), stages=(1, 1, 1)),
+        ONE_HEAD,
+    ),
     "cp 1->2": (WHOLE, replace(WHOLE, cp=2), LAYERS),
     "cp 2->1": (replace(WHOLE, cp=2), WHOLE, LAYERS),
     "cp 2->2": (replace(WHOLE, cp=2), replace(WHOLE, cp=2), LAYERS),

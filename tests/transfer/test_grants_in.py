@@ -159,4 +159,5 @@ async def test_a_remembered_cancellation_ends_the_first_grant_and_those_to_come(
     late = desk.pair(1)
     desk.grant(late, "s1")
     assert late.sent == (CancelSession(session="s1", reason="gone"),)
+    assert desk.book.all == ()
     assert desk.outcomes() == [(Outcome.CANCELLED, "gone")]

@@ -35,6 +35,14 @@ def test_leaders_have_a_session_with_each_other_and_with_whom_nobody_receives_fr
             # One of the two is elected for the group's only rank; that one has a session with both.
             assert bool(receivers_from(sender, receivers, dp_rank)) is (number == dp_rank)
             assert ranks(granters_to(sender, receivers, dp_rank)) == [0]
+    # Stages of the second group take turns the other way round.
+    turns = same_model(
+        Side(tp=2, stages=(3,)), Side(tp=2, dp=2, stages=(1, 1, 1)), (Attention(1),) * 3
+    )
+    leader, other = turns.senders(0)
+    assert ranks(receivers_from(leader, turns.receivers(1), 1)) == [1]
+    assert ranks(granters_to(leader, turns.receivers(1), 1)) == [0, 1]
+    assert ranks(granters_to(other, turns.receivers(1), 1)) == [0, 2]
 
 
 @settings(max_examples=50, deadline=None)
