@@ -76,8 +76,9 @@ class TransferAgent(PairOwner):
         called in the loop and must not block. What ``rank_info`` says of data address and staging
         is filled in here.
         """
-        can_stage = memory.staging is not None
-        self._info = rank_info.model_copy(update={"can_stage": can_stage})
+        staging = memory.staging
+        told = {} if staging is None else {"staging_message_bytes": staging.message_bytes}
+        self._info = rank_info.model_copy(update={"can_stage": staging is not None, **told})
         self._views = views
         self._transport = transport
         self._memory = memory
