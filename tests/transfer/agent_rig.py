@@ -152,7 +152,7 @@ class ArrayMemory(PageMemory):
 
 
 class UnstagedMemory(ArrayMemory):
-    """Pools that nothing can gather, as those of a device."""
+    """Pools that nothing can gather."""
 
     @property
     @override
