@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from transfer.copy_plan import CopyPlan
-from transfer.page_staging import PageStaging, PassOver
+from transfer.page_staging import PageStaging
+from transfer.passes import PassOver
 from transfer.plan import TransferPlan
 from transfer.region import Staged
 from transfer.staged_cut import most_bytes

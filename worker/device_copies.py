@@ -78,6 +78,7 @@ class DeviceCopies(PageCopies[torch.Tensor]):
         self._mover = mover
         self._pieces: WeakKeyDictionary[CopySide, torch.Tensor] = WeakKeyDictionary()
 
+    @override
     def check_gather(
         self, plan: CopyPlan, pools: Sequence[torch.Tensor], slots: Slots, message: torch.Tensor
     ) -> None:
@@ -86,6 +87,7 @@ class DeviceCopies(PageCopies[torch.Tensor]):
         for part in plan.parts:
             _check_pool(part.sender, part.unit_bytes, pools[part.sender.pool], slots)
 
+    @override
     def check_scatter(
         self, plan: CopyPlan, message: torch.Tensor, pools: Sequence[torch.Tensor], slots: Slots
     ) -> None:

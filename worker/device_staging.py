@@ -13,20 +13,15 @@ still uses.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Protocol
 
 import torch
 from typing_extensions import override
 
-from transfer.copy_plan import CopyPlan, Slots
-from transfer.page_staging import PageStaging, PassOver
+from transfer.page_staging import PoolStaging
+from transfer.passes import PassOver, PassRunner, PassThread
 from worker.device_copies import DeviceCopies, IndexedUnits
-
-logger = logging.getLogger(__name__)
 
 DEVICE_MESSAGE_BYTES: Final = 32 << 20
 """A message costs 70 us whatever its size, the time of 30 MB between two GPUs; four such buffers a
@@ -90,17 +85,26 @@ class CudaDevice(PassDevice):
                 self._over.synchronize()
 
 
-class DeviceStaging(PageStaging):
+class DevicePasses(PassRunner):
+    """Passes in a thread that waits for the device."""
+
+    def __init__(self, device: PassDevice) -> None:
+        self._device = device
+        self._thread = PassThread()
+
+    @override
+    def start(self, work: Callable[[], None], over: PassOver) -> None:
+        self._thread.start(lambda: self._device.run(work), over)
+
+
+class DeviceStaging(PoolStaging[torch.Tensor]):
     """Pools as tensors of one device; a message is a tensor of it. Passes are over later."""
 
     def __init__(
         self, pools: Mapping[int, Sequence[torch.Tensor]], copies: DeviceCopies, device: PassDevice
     ) -> None:
-        """``pools`` by pool group, each uint8 ``[slots, slot bytes]``, contiguous."""
-        self._pools: Final = pools
-        self._copies: Final = copies
-        self._device: Final = device
-        self._thread: Final = ThreadPoolExecutor(1, "pageferry-staging")
+        super().__init__(pools, copies, DevicePasses(device))
+        self._device = device
 
     @classmethod
     def on(cls, device: torch.device, pools: Mapping[int, Sequence[torch.Tensor]]) -> DeviceStaging:
@@ -122,32 +126,3 @@ class DeviceStaging(PageStaging):
     @override
     def message(self, size_bytes: int) -> torch.Tensor:
         return self._device.empty(size_bytes)
-
-    @override
-    def gather(
-        self, plan: CopyPlan, pool_group: int, slots: Slots, message: torch.Tensor, over: PassOver
-    ) -> None:
-        pools = self._pools[pool_group]
-        self._copies.check_gather(plan, pools, slots, message)
-        self._start(lambda: self._copies.gather(plan, pools, slots, message), over)
-
-    @override
-    def scatter(
-        self, plan: CopyPlan, message: torch.Tensor, pool_group: int, slots: Slots, over: PassOver
-    ) -> None:
-        pools = self._pools[pool_group]
-        self._copies.check_scatter(plan, message, pools, slots)
-        self._start(lambda: self._copies.scatter(plan, message, pools, slots), over)
-
-    def _start(self, work: Callable[[], None], over: PassOver) -> None:
-        loop = asyncio.get_running_loop()
-        done = loop.run_in_executor(self._thread, self._device.run, work)
-        done.add_done_callback(lambda ended: over(_failure(ended)))
-
-
-def _failure(ended: asyncio.Future[None]) -> str:
-    error = ended.exception()
-    if error is None:
-        return ""
-    logger.error("a pass over pages failed", exc_info=error)
-    return f"{type(error).__name__}: {error}"

@@ -10,6 +10,7 @@ from typing_extensions import override
 from kvcache_core.storage import TorchStorage
 from transfer.costs import TransferCosts
 from transfer.page_staging import HostStaging, PageStaging
+from transfer.passes import PassThread
 from transfer.transport import PageMemory
 from worker.device_staging import DeviceStaging
 
@@ -54,7 +55,8 @@ def _pools(storage: TorchStorage) -> dict[int, list[torch.Tensor]]:
 
 def _host_staging(storage: TorchStorage) -> HostStaging:
     return HostStaging(
-        {group: [pool.numpy() for pool in pools] for group, pools in _pools(storage).items()}
+        {group: [pool.numpy() for pool in pools] for group, pools in _pools(storage).items()},
+        PassThread(),
     )
 
 

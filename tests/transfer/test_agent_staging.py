@@ -42,7 +42,8 @@ from transfer.costs import TransferCosts
 from transfer.deadlines import TransferLimits
 from transfer.inprocess import InProcessTransport, Network
 from transfer.outcome import Outcome
-from transfer.page_staging import PageStaging, PassOver
+from transfer.page_staging import PageStaging
+from transfer.passes import PassOver
 from worker import device_staging
 from worker.device_copies import DeviceCopies, IndexedUnits
 from worker.device_staging import DeviceStaging, HostDevice

@@ -49,7 +49,7 @@ def groups(draw: st.DrawFn) -> GroupPlan:
     """Pieces of two pools on either end, with gaps, in another order at the receiver; all in steps
     that make units from one byte to some KiB.
     """
-    step = draw(st.sampled_from([1, 2, 6, 8, 16, 48, 512, 1536]))
+    step = draw(st.sampled_from([1, 2, 6, 8, 48, 512, 1536]))
     pieces = draw(
         st.lists(
             st.tuples(*[st.integers(0, 1)] * 2, *[st.integers(0, 2)] * 2, st.integers(1, 4)),
@@ -88,7 +88,12 @@ def shifted(values: Bytes, offset: int, device: str) -> torch.Tensor:
 
 @way
 @settings(max_examples=60, deadline=None)
-@given(group=groups(), blocks=st.integers(0, 7), seed=st.integers(0, 99), shift=st.integers(0, 9))
+@given(
+    group=groups(),
+    blocks=st.integers(0, 7),
+    seed=st.integers(0, 99),
+    shift=st.sampled_from([0, 1, 2, 4, 8]),
+)
 def test_passes_equal_those_of_the_host(
     device: str, make: Make, group: GroupPlan, blocks: int, seed: int, shift: int
 ) -> None:

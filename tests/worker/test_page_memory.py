@@ -16,7 +16,7 @@ from kvcache_core.storage import TorchStorage
 from tests.support.devices import DEVICES, usable
 from tests.support.transfers import draft_layer, rank_info, target_layer
 from transfer.copy_plan import CopyPlan
-from transfer.page_staging import PassOver
+from transfer.passes import PassOver
 from transfer.plan import TransferPlan
 from worker.page_memory import DEVICE_COSTS, StoragePages
 
