@@ -6,17 +6,14 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from typing_extensions import override
 
 from tests.transfer.agent_rig import (
     GROUPS,
     HANDOFF,
-    ArrayMemory,
     Node,
     NodeFacts,
     Transfer,
@@ -26,7 +23,7 @@ from tests.transfer.agent_rig import (
     lease,
     start_node,
 )
-from tests.transfer.page_values import Bytes
+from tests.transfer.device_memory import DeviceMemory
 from transfer import staged_cut, staging_buffers
 from transfer.agent_events import (
     AnnounceReceived,
@@ -37,16 +34,12 @@ from transfer.agent_events import (
     LeaseInDoubt,
     SessionEnded,
 )
-from transfer.copy_plan import CopyPlan, Slots
 from transfer.costs import TransferCosts
 from transfer.deadlines import TransferLimits
 from transfer.inprocess import InProcessTransport, Network
 from transfer.outcome import Outcome
-from transfer.page_staging import PageStaging
-from transfer.passes import PassOver
 from worker import device_staging
-from worker.device_copies import DeviceCopies, IndexedUnits
-from worker.device_staging import DeviceStaging, HostDevice
+from worker.device_staging import HostDevice
 
 BLOCK_BYTES = 4096 + 1024 + 2048
 BUFFER_BYTES = 2 * (4096 + 1024)
@@ -71,44 +64,15 @@ class GatedDevice(HostDevice):
         work()
 
 
-class ArrayDeviceStaging(DeviceStaging):
-    """Staging as on a device, with messages that the in-process transport takes: arrays."""
-
-    @override
-    def message(self, size_bytes: int) -> Bytes:  # type: ignore[override]
-        return super().message(size_bytes).numpy()
-
-    @override
-    def gather(
-        self, plan: CopyPlan, pool_group: int, slots: Slots, message: Any, over: PassOver
-    ) -> None:
-        super().gather(plan, pool_group, slots, torch.from_numpy(message), over)
-
-    @override
-    def scatter(
-        self, plan: CopyPlan, message: Any, pool_group: int, slots: Slots, over: PassOver
-    ) -> None:
-        super().scatter(plan, torch.from_numpy(message), pool_group, slots, over)
-
-
-class DeviceMemory(ArrayMemory):
-    """Pools whose passes run in a thread, and are over later."""
+class GatedMemory(DeviceMemory):
+    """Pools whose passes can be held up."""
 
     def __init__(self, num_slots: int, groups: Mapping[int, tuple[int, ...]] = GROUPS) -> None:
-        super().__init__(num_slots, groups)
         self.device = GatedDevice()
-        pools: dict[int, list[torch.Tensor]] = {}
-        for (group, _), array in self.pools.items():
-            pools.setdefault(group, []).append(torch.from_numpy(array))
-        self._on_device = ArrayDeviceStaging(pools, DeviceCopies(IndexedUnits()), self.device)
-
-    @property
-    @override
-    def staging(self) -> PageStaging:
-        return self._on_device
+        super().__init__(self.device, num_slots, groups)
 
 
-DEVICE = replace(FRAGMENTED, memory=DeviceMemory)
+DEVICE = replace(FRAGMENTED, memory=GatedMemory)
 SIDES = {
     "fragmented": (FRAGMENTED, FRAGMENTED),
     "passes in threads": (DEVICE, DEVICE),
@@ -346,7 +310,7 @@ async def test_pages_are_not_free_before_the_last_pass_over_them_is_over(
     transfer.give_pages(generation)
     transfer.ship_chunk(context, 0)
     await generation.engine.expect(ChunkReceived, "r")
-    assert isinstance(generation.memory, DeviceMemory)
+    assert isinstance(generation.memory, GatedMemory)
     device = generation.memory.device
     device.gate.clear()
     transfer.ship_chunk(context, 1)

@@ -38,7 +38,13 @@ def by_kernels() -> DeviceCopies:
 WAYS = (
     pytest.param("cpu", by_torch, id="cpu"),
     pytest.param("cuda", by_torch, id="cuda-torch", marks=pytest.mark.gpu),
-    pytest.param("cuda", by_kernels, id="cuda-kernels", marks=pytest.mark.gpu),
+    pytest.param(
+        "cuda",
+        by_kernels,
+        id="cuda-kernels",
+        # Kernels are compiled: units of all sizes, addresses of all kinds.
+        marks=(pytest.mark.gpu, pytest.mark.timeout(300)),
+    ),
 )
 way = pytest.mark.parametrize(("device", "make"), WAYS)
 Make = Callable[[], DeviceCopies]
