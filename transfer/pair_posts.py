@@ -159,6 +159,7 @@ class PairPosts:
                 staging.buffers.give_back(buffer)
                 self._end_unmade(entry, f"gather: {error}")
                 return
+            self._counters.staged_bytes_total += entry.post.size_bytes
             # The loop does other things between two gathers.
             self._pausing = True
             self._schedule.soon(self._go_on)
@@ -190,6 +191,7 @@ class PairPosts:
             staging.scatter(piece, message)
         except ValueError as error:
             return Completion(PostStatus.REVOKED, f"scatter: {error}")
+        self._counters.staged_bytes_total += entry.post.size_bytes
         return end
 
     def _go_on(self) -> None:

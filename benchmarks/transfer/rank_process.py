@@ -1,0 +1,67 @@
+"""Runs one rank: a line of JSON with a verb comes in, a line with its answer goes out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from benchmarks.transfer.context_rank import ContextRank
+from benchmarks.transfer.generation_rank import GenerationRank
+from benchmarks.transfer.pages import RankSpec
+
+Verb = Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]
+
+
+async def run(spec: RankSpec) -> None:
+    """Until the other end closes standard input."""
+    rank: ContextRank | GenerationRank
+    if spec.role == "context":
+        context = rank = ContextRank(spec)
+        verbs = _context_verbs(context)
+    else:
+        generation = rank = GenerationRank(spec)
+        verbs = _generation_verbs(generation)
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
+    _answer(await rank.start())
+    while line := await reader.readline():
+        told = json.loads(line)
+        try:
+            _answer(await verbs[told["verb"]](told))
+        except (RuntimeError, ConnectionError) as error:
+            traceback.print_exc()
+            _answer({"error": str(error)})
+    await rank.close()
+
+
+def _context_verbs(rank: ContextRank) -> Mapping[str, Verb]:
+    return {
+        "listen": rank.listen,
+        "offer": rank.offer,
+        "settle": rank.settle,
+        "load": rank.load,
+        "speed": rank.speed,
+        "calm": rank.calm,
+    }
+
+
+def _generation_verbs(rank: GenerationRank) -> Mapping[str, Verb]:
+    return {
+        "dial": rank.dial,
+        "raw": rank.raw,
+        "grant": rank.grant,
+        "fetch": rank.fetch,
+        "copy": rank.copy,
+        "erase": rank.erase,
+        "check": rank.check,
+    }
+
+
+def _answer(answer: Mapping[str, Any]) -> None:
+    print(json.dumps(answer), flush=True)
