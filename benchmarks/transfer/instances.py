@@ -118,10 +118,18 @@ class Instances:
     async def round(self, case: Case) -> Round:
         """One round of a case."""
         copy = await self._generations[0].ask("copy")
+        before = await self._cpu_s()
         raw_s = await self.raw(case)
+        between = await self._cpu_s()
         pages = await self.pages(case, [(self._model.blocks(case.tokens), 0.0)])
-        passes = pages.staged_bytes / self.size_bytes(case)
-        return Round(copy["gb_s"], raw_s, pages.seconds, passes)
+        return Round(
+            copy_gb_s=copy["gb_s"],
+            raw_s=raw_s,
+            pages_s=pages.seconds,
+            passes=pages.staged_bytes / self.size_bytes(case),
+            raw_cpu_s=between - before,
+            pages_cpu_s=await self._cpu_s() - between,
+        )
 
     async def raw(self, case: Case) -> float:
         """Seconds of the raw messages."""
@@ -173,6 +181,10 @@ class Instances:
         names = [f"r{self._requests + stream}" for stream in range(case.streams)]
         self._requests += case.streams
         return {"names": names, "blocks": self._model.blocks(case.tokens), "way": case.way}
+
+    async def _cpu_s(self) -> float:
+        answers = await self._of([*self._contexts, *self._generations], "cpu")
+        return float(sum(answer["cpu_s"] for answer in answers))
 
     async def _of(self, ranks: list[RankProcess], verb: str, **told: Any) -> list[dict[str, Any]]:
         return await asyncio.gather(*(rank.ask(verb, **told) for rank in ranks))

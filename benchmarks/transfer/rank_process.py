@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -42,6 +43,7 @@ async def run(spec: RankSpec) -> None:
 
 def _context_verbs(rank: ContextRank) -> Mapping[str, Verb]:
     return {
+        "cpu": cpu,
         "listen": rank.listen,
         "offer": rank.offer,
         "settle": rank.settle,
@@ -53,6 +55,7 @@ def _context_verbs(rank: ContextRank) -> Mapping[str, Verb]:
 
 def _generation_verbs(rank: GenerationRank) -> Mapping[str, Verb]:
     return {
+        "cpu": cpu,
         "dial": rank.dial,
         "raw": rank.raw,
         "grant": rank.grant,
@@ -61,6 +64,11 @@ def _generation_verbs(rank: GenerationRank) -> Mapping[str, Verb]:
         "erase": rank.erase,
         "check": rank.check,
     }
+
+
+async def cpu(_told: Mapping[str, Any]) -> dict[str, Any]:
+    """Processor time of this process so far."""
+    return {"cpu_s": time.process_time()}
 
 
 def _answer(answer: Mapping[str, Any]) -> None:

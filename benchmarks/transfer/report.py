@@ -23,6 +23,9 @@ class Round:
     raw_s: float
     pages_s: float
     passes: float
+    raw_cpu_s: float
+    pages_cpu_s: float
+    """Processor time of all ranks, which neighbours on the machine disturb less than time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,11 @@ class CaseResult:
         return median(entry.passes for entry in self.rounds)
 
     @property
+    def cpu_over_raw(self) -> float:
+        """Processor time of pages over that of the raw messages, round by round."""
+        return median(entry.pages_cpu_s / entry.raw_cpu_s for entry in self.rounds)
+
+    @property
     def bound_ratio(self) -> float:
         """Time over what messages and passes must take one after the other, round by round."""
         return median(self._over_bound(entry) for entry in self.rounds)
@@ -91,7 +99,9 @@ class CaseResult:
             "rounds": len(self.rounds),
             "apart": self.apart,
         }
-        if self.prefill_speed is not None:
+        if self.prefill_speed is None:
+            found["cpu_over_raw"] = round(self.cpu_over_raw, 3)
+        else:
             found["prefill_speed"] = round(self.prefill_speed, 3)
         return found
 
@@ -168,13 +178,13 @@ def case_line(result: CaseResult) -> str:
     return (
         f"{case.tokens:>7} {case.shape!s:>5} {case.streams:>7} {way:<18} {result.raw_gb_s:>7.2f} "
         f"{result.gb_s:>7.2f} {result.efficiency:>6.2f} {result.passes:>6.1f} "
-        f"{result.bound_ratio:>6.2f} {result.best_bound_ratio:>6.2f}"
+        f"{result.bound_ratio:>6.2f} {result.best_bound_ratio:>6.2f} {result.cpu_over_raw:>6.2f}"
     )
 
 
 CASE_HEADER: Final = (
     f"{'tokens':>7} {'tp':>5} {'streams':>7} {'way':<18} {'raw':>7} {'pages':>7} {'eff.':>6} "
-    f"{'passes':>6} {'bound':>6} {'best':>6}"
+    f"{'passes':>6} {'bound':>6} {'best':>6} {'cpu':>6}"
 )
 
 
