@@ -7,7 +7,7 @@ import contextlib
 import json
 import secrets
 import sys
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -71,8 +71,9 @@ class Timed:
 
     start: float
     end: float
-    staged_bytes: int
-    last_done: float
+    staged_bytes: int = 0
+    last_done: float = 0.0
+    """Clock when the last chunk was computed."""
 
     @property
     def seconds(self) -> float:
@@ -115,27 +116,33 @@ class Instances:
         )
         self.lanes = tuple(sorted({lane for answer in dialled for lane in answer["lanes"]}))
 
-    async def round(self, case: Case) -> Round:
+    async def round(self, case: Case, *, raw_first: bool) -> Round:
         """One round of a case."""
         copy = await self._generations[0].ask("copy")
-        before = await self._cpu_s()
-        raw_s = await self.raw(case)
-        between = await self._cpu_s()
-        pages = await self.pages(case, [(self._model.blocks(case.tokens), 0.0)])
+        if raw_first:
+            raw = await self._timed(self.raw(case))
+            pages = await self._timed(self.whole(case))
+        else:
+            pages = await self._timed(self.whole(case))
+            raw = await self._timed(self.raw(case))
         return Round(
             copy_gb_s=copy["gb_s"],
-            raw_s=raw_s,
-            pages_s=pages.seconds,
-            passes=pages.staged_bytes / self.size_bytes(case),
-            raw_cpu_s=between - before,
-            pages_cpu_s=await self._cpu_s() - between,
+            raw_s=raw[0].seconds,
+            pages_s=pages[0].seconds,
+            passes=pages[0].staged_bytes / self.size_bytes(case),
+            raw_cpu_s=raw[1],
+            pages_cpu_s=pages[1],
         )
 
-    async def raw(self, case: Case) -> float:
-        """Seconds of the raw messages."""
+    async def raw(self, case: Case) -> Timed:
+        """The raw messages."""
         blocks = self._model.blocks(case.tokens)
         answers = await self._of(self._generations, "raw", blocks=blocks, streams=case.streams)
-        return _end(answers) - _start(answers)
+        return Timed(_start(answers), _end(answers))
+
+    async def whole(self, case: Case) -> Timed:
+        """Pages of prompts that are computed already."""
+        return await self.pages(case, [(self._model.blocks(case.tokens), 0.0)])
 
     async def pages(self, case: Case, chunks: Iterable[tuple[int, float]]) -> Timed:
         """One request a stream, in chunks given by end block and seconds of computing."""
@@ -161,7 +168,7 @@ class Instances:
         """One round whose every byte is compared. Raises RuntimeError."""
         told = self._told(case)
         await self._of(self._generations, "erase", **told)
-        await self.pages(case, [(self._model.blocks(case.tokens), 0.0)])
+        await self.whole(case)
         await self._of(self._generations, "check", **told)
 
     async def load(self) -> float:
@@ -181,6 +188,12 @@ class Instances:
         names = [f"r{self._requests + stream}" for stream in range(case.streams)]
         self._requests += case.streams
         return {"names": names, "blocks": self._model.blocks(case.tokens), "way": case.way}
+
+    async def _timed(self, transfer: Awaitable[Timed]) -> tuple[Timed, float]:
+        """A transfer and the processor time of all ranks meanwhile."""
+        before = await self._cpu_s()
+        timed = await transfer
+        return timed, await self._cpu_s() - before
 
     async def _cpu_s(self) -> float:
         answers = await self._of([*self._contexts, *self._generations], "cpu")
