@@ -48,7 +48,7 @@ class Welcome(Message):
 
 
 class Introduction(Message):
-    """Facts of the sending rank. Both sides send one after the proofs and run ``check_direct`` on
+    """Facts of the sending rank. Both sides send one after the proofs and run ``check_movable`` on
     what they get.
     """
 
@@ -81,6 +81,8 @@ class Grant(Message):
     session: str
     prompt_tokens: int = Field(ge=1)
     deadline_ms: int = Field(ge=1)
+    receivers: int = Field(default=1, ge=1)
+    """Ranks of the generation instance that grant this request to this context rank."""
 
 
 class Announce(Message):
@@ -169,7 +171,8 @@ class Handoff(Message):
 
     kind: Literal["handoff"] = "handoff"
     session: str
-    data: HandoffData
+    data: HandoffData | None = None
+    """What decoding needs; absent from all but the leader of the context ranks."""
 
 
 class NoDecode(Message):

@@ -117,6 +117,9 @@ class ContextRank:
 
         prefill = ChunkedPrefill(self._pages.spec.device, [took for _, took in chunks], finished)
         await asyncio.to_thread(prefill.join)
-        agent.hand_off(name, HANDOFF)
+        if self._pages.spec.rank == 0:
+            agent.hand_off(name, HANDOFF)
+        else:
+            agent.hand_off_pages(name)
         await ended
         return prefill.last_done

@@ -77,7 +77,7 @@ class GenerationRank:
             announced.append(self._pages.events.expect(AnnounceReceived, name))
             self._granted[name] = slots
             tokens = told["blocks"] * self._pages.spec.tokens_per_block
-            agent.grant(name, self._sources[0], tokens, DEADLINE_MS)
+            agent.grant(name, self._sources, tokens, DEADLINE_MS)
         await asyncio.gather(*announced)
         return {}
 

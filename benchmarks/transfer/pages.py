@@ -137,7 +137,8 @@ class RankPages:
         """An agent over the pools, which calls its instance ``name``."""
         plan = self.spec.model.plan(self.spec.tp, tokens_per_page)
         return TransferAgent(
-            rank_info=self._rank_info(name, plan),
+            rank_info=self._rank_info(name, plan, self.spec.rank),
+            instance=[self._rank_info(name, plan, rank) for rank in range(self.spec.tp)],
             views=views_of_groups(plan),
             transport=self.transport(),
             memory=self._memory,
@@ -165,11 +166,11 @@ class RankPages:
         source = torch.ones(size, dtype=torch.uint8, device=self._device)
         return source, torch.zeros_like(source)
 
-    def _rank_info(self, name: str, plan: LayoutPlan) -> RankInfo:
-        shape = ParallelShape(tp_size=self.spec.tp, tp_rank=self.spec.rank)
+    def _rank_info(self, name: str, plan: LayoutPlan, rank: int) -> RankInfo:
+        shape = ParallelShape(tp_size=self.spec.tp, tp_rank=rank)
         return RankInfo(
             incarnation=Incarnation(instance=name, nonce=self.spec.nonce),
-            rank=self.spec.rank,
+            rank=rank,
             shape=shape,
             layers_per_stage=(self.spec.layers,),
             tokens_per_block=plan.tokens_per_block,

@@ -173,7 +173,7 @@ def test_a_tiny_run_checks_every_byte(capsys: pytest.CaptureFixture[str]) -> Non
     main(
         [
             *("--layers", "2", "--kv-heads", "2", "--head-dim", "16", "--rounds", "1"),
-            *("--tokens", "128", "256", "--streams", "1", "2", "--tp", "1->1"),
+            *("--tokens", "128", "256", "--streams", "1", "2", "--tp", "1->1", "2->1", "1->2"),
             *("--beside-prefill", "128", "--chunk-tokens", "64"),
         ]
     )
