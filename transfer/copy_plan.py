@@ -23,7 +23,7 @@ Slots = npt.NDArray[np.int32]
 Units = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class CopySide:
     """One end of a part: the pool, its slots in units, and which units of a slot are copied."""
 

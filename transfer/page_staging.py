@@ -2,50 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
 from typing_extensions import override
 
+from transfer import staged_cut
 from transfer.copy_plan import CopyPlan, Slots
 from transfer.host_copies import Bytes, HostCopies
+
+PassOver = Callable[[str], None]
+"""Called once, in the event loop, when a pass is over: with why it failed, or with nothing."""
 
 
 class PageStaging(Protocol):
     """Gathers and scatters pages of one kind of memory. A *message* is its own kind of memory,
     one-dimensional, of bytes, and can be sliced.
 
-    Both passes are over when the call returns. They raise ValueError for slots and sizes that do
-    not fit, before a byte is written.
+    Both passes are asked for in the event loop, which they do not hold up for longer than a copy of
+    ``message_bytes`` takes on the host. They run in the order asked for, after whatever had been
+    written when they were, and are over when ``over`` is called, which may be before the call
+    returns: until then pages and message belong to the pass. They raise ValueError for slots and
+    sizes that do not fit, before a byte is written; then ``over`` is not called.
     """
 
-    def message(self, size_bytes: int) -> Any:
-        """New memory beside the pages; what is in it is undefined."""
+    @property
+    def message_bytes(self) -> int:
+        """Most bytes of a message of more than one block that suits this memory."""
 
-    def gather(self, plan: CopyPlan, pool_group: int, slots: Slots, message: Any) -> None:
+    def message(self, size_bytes: int) -> Any:
+        """New memory beside the pages; what is in it is undefined. Raises MemoryError."""
+
+    def gather(
+        self, plan: CopyPlan, pool_group: int, slots: Slots, message: Any, over: PassOver
+    ) -> None:
         """Copy the sender's runs of ``slots`` into all of ``message``."""
 
-    def scatter(self, plan: CopyPlan, message: Any, pool_group: int, slots: Slots) -> None:
+    def scatter(
+        self, plan: CopyPlan, message: Any, pool_group: int, slots: Slots, over: PassOver
+    ) -> None:
         """Copy all of ``message`` into the receiver's runs of ``slots``."""
 
 
 class HostStaging(PageStaging):
-    """Pools in host memory."""
+    """Pools in host memory. Passes are over when the call returns."""
 
     def __init__(self, pools: Mapping[int, Sequence[Bytes]]) -> None:
         """``pools`` by pool group, each uint8 ``[slots, slot bytes]``, contiguous."""
         self._pools: Final = pools
         self._copies: Final = HostCopies()
 
+    @property
+    @override
+    def message_bytes(self) -> int:
+        return staged_cut.STAGING_MESSAGE_BYTES
+
     @override
     def message(self, size_bytes: int) -> Bytes:
         return np.empty(size_bytes, dtype=np.uint8)
 
     @override
-    def gather(self, plan: CopyPlan, pool_group: int, slots: Slots, message: Bytes) -> None:
+    def gather(
+        self, plan: CopyPlan, pool_group: int, slots: Slots, message: Bytes, over: PassOver
+    ) -> None:
         self._copies.gather(plan, self._pools[pool_group], slots, message)
+        over("")
 
     @override
-    def scatter(self, plan: CopyPlan, message: Bytes, pool_group: int, slots: Slots) -> None:
+    def scatter(
+        self, plan: CopyPlan, message: Bytes, pool_group: int, slots: Slots, over: PassOver
+    ) -> None:
         self._copies.scatter(plan, message, self._pools[pool_group], slots)
+        over("")

@@ -55,8 +55,10 @@ def test_staged_pages_hold_the_same_tokens_in_pages_of_another_size() -> None:
         assert not group.direct
         copies = CopyPlan.of(group)
         message = here.message(len(slots) * group.block_bytes)
-        here.gather(copies, group.sender.pool_group, slots, message)
-        there.scatter(copies, message, group.receiver.pool_group, others)
+        over: list[str] = []
+        here.gather(copies, group.sender.pool_group, slots, message, over.append)
+        there.scatter(copies, message, group.receiver.pool_group, others, over.append)
+        assert over == ["", ""]
     for layer in LAYERS:
         sent = by_token(source, layer)[torch.from_numpy(slots).long()]
         got = by_token(target, layer)[torch.from_numpy(others).long()]
