@@ -30,7 +30,7 @@ from transfer.agent_counters import BusyClock, TransferCounters
 from transfer.outcome import PostStatus
 from transfer.pair_staging import PairStaging
 from transfer.plan import TransferPlan
-from transfer.region import Post, Region, Staged
+from transfer.region import Piece, Post, Region, Staged
 from transfer.session import Session
 from transfer.session_commands import PostReceives, PostSends
 from transfer.transport import Completion, Endpoint, PageMemory
@@ -159,7 +159,7 @@ class PairPosts:
             if endpoint is None or not endpoint.alive:
                 return
             entry = self._queue[0]
-            piece = entry.post.region
+            piece = self._as_it_lies(entry)
             if isinstance(piece, Region):
                 if self._gathers:
                     return
@@ -181,6 +181,17 @@ class PairPosts:
                 self._gather(self._staging, entry, piece, buffer)
             else:
                 self._make_staged_receive(endpoint, self._staging, entry, piece, buffer)
+
+    def _as_it_lies(self, entry: _Queued) -> Piece:
+        """What is posted; a piece that this end need not copy is a region here, staged or not at
+        the other.
+        """
+        piece = entry.post.region
+        if isinstance(piece, Region) or self._staging is None:
+            return piece
+        if entry.sends:
+            return self._staging.sent_from(piece) or piece
+        return self._staging.received_into(piece) or piece
 
     def _make_whole(self, endpoint: Endpoint, entry: _Queued, region: Region) -> None:
         buffer = self._memory.region(
