@@ -6,6 +6,7 @@ Budget: 15 s.
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -168,34 +169,54 @@ def test_content_is_that_of_the_heads_wherever_they_lie(*, small: bool) -> None:
     assert part[2].any()
 
 
-@pytest.mark.ucx
-def test_a_tiny_run_checks_every_byte(capsys: pytest.CaptureFixture[str]) -> None:
+def figures(shape: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The last line of a run with tiny pages."""
     main(
         [
             *("--layers", "2", "--kv-heads", "2", "--head-dim", "16", "--rounds", "1"),
-            *("--tokens", "128", "256", "--streams", "1", "2", "--tp", "1->1", "2->1", "1->2"),
+            *("--tokens", "128", "256", "--streams", "1", "2", "--tp", shape),
             *("--beside-prefill", "128", "--chunk-tokens", "64"),
         ]
     )
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["device"] == "cpu"
     assert found["copy_gb_s"] > 0
     assert found["main_lanes"] == ["shm"]
     assert found["void"] == []
-    moved = {
+    assert {case["tp"] for case in found["cases"]} == {shape}
+    (pipeline,) = found["pipelining"]
+    assert (pipeline["tp"], pipeline["last_chunk_of_bytes"]) == (shape, 0.25)
+    return found
+
+
+def passes(found: dict[str, Any]) -> dict[tuple[int, int, str, bool], float]:
+    """By tokens, streams, way and whether beside a prefill."""
+    return {
         (case["tokens"], case["streams"], case["way"], case["prefill"]): case["passes"]
         for case in found["cases"]
     }
-    assert moved == {
+
+
+@pytest.mark.ucx
+def test_a_tiny_run_checks_every_byte(capsys: pytest.CaptureFixture[str]) -> None:
+    assert passes(figures("1->1", capsys)) == {
         (128, 1, "default", False): 0,
         (128, 2, "default", False): 0,
         (256, 1, "default", False): 0,
         (256, 2, "default", False): 0,
-        (256, 1, "staged", False): 2,
-        # Pages so small are gathered where their slots are no neighbours.
-        (256, 1, "fragmented", False): 2,
+        # The sender's slots are neighbours and go as they lie.
+        (256, 1, "staged", False): 1,
+        # Pages so small go through staging where their slots are no neighbours.
+        (256, 1, "fragmented", False): 1,
         (128, 1, "default", True): 0,
         (128, 2, "default", True): 0,
     }
-    (pipeline,) = found["pipelining"]
-    assert (pipeline["chunk_tokens"], pipeline["last_chunk_of_bytes"]) == (64, 0.25)
+
+
+@pytest.mark.slow
+@pytest.mark.ucx
+@pytest.mark.parametrize("shape", ["2->1", "1->2"])
+def test_several_ranks_copy_on_the_side_that_has_fewer(
+    shape: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert set(passes(figures(shape, capsys)).values()) == {1}
