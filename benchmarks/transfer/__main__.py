@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.report import finish
 from benchmarks.transfer import __doc__ as description
-from benchmarks.transfer.cases import GOAL_TOKENS, Case, Model, Shape, cases
-from benchmarks.transfer.instances import Instances, instances
+from benchmarks.transfer.cases import GOAL_TOKENS, Case, Model, Shape, cases, rounds_of
+from benchmarks.transfer.instances import Instances, Places, instances
 from benchmarks.transfer.pages import RankSpec
 from benchmarks.transfer.rank_process import run
 from benchmarks.transfer.report import (
@@ -31,6 +31,7 @@ from benchmarks.transfer.report import (
 FAST_LANES: Final = {"cpu": "shm", "cuda": "cuda_ipc"}
 COMPUTE_OVER_TRANSFER: Final = 2.0
 """How much longer a chunk computes than it would travel: else the wire is the bottleneck."""
+PIPELINE_ROUNDS: Final = 3
 
 
 class Measurement:
@@ -46,7 +47,8 @@ class Measurement:
     async def measure(self, shape: Shape) -> None:
         """All cases of one pair of instances."""
         pool_blocks = self._model.blocks(max(self._args.tokens))
-        async with instances(shape, self._model, self._args.device, pool_blocks) as sides:
+        places = Places(self._args.device, self._args.gpus, pool_blocks)
+        async with instances(shape, self._model, places) as sides:
             self.lanes.update(sides.lanes)
             check_lanes(self._args.device, sides.lanes)
             args = self._args
@@ -57,7 +59,9 @@ class Measurement:
 
     async def _case(self, sides: Instances, case: Case) -> None:
         size_bytes = sides.size_bytes(case)
-        rounds = max(1, min(self._args.rounds, int(self._args.case_gb * 1e9 / size_bytes)))
+        rounds = rounds_of(
+            case, size_bytes, most=self._args.rounds, most_bytes=self._args.case_gb * 1e9
+        )
         alone = None
         if case.prefill:
             alone = await sides.load()
@@ -81,7 +85,7 @@ class Measurement:
         blocks, step = self._model.blocks(case.tokens), self._model.blocks(chunk_tokens)
         ends = [*range(step, blocks, step), blocks]
         whole_s, tail_s = [], []
-        for _ in range(self._args.rounds):
+        for _ in range(min(self._args.rounds, PIPELINE_ROUNDS)):
             whole = await sides.pages(case, [(end, 0.0) for end in ends])
             chunk_s = whole.seconds / len(ends) * COMPUTE_OVER_TRANSFER
             pipelined = await sides.pages(case, [(end, chunk_s) for end in ends])
@@ -129,6 +133,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs that the ranks take in turn")
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 1024, 8192, 32768])
     parser.add_argument("--tp", type=Shape.parse, nargs="+", default=["1->1", "2->1", "1->2"])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
@@ -138,8 +143,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--tokens-per-block", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=7, help="of a case, at most")
-    parser.add_argument("--case-gb", type=float, default=12, help="page bytes of a case, about")
+    parser.add_argument("--rounds", type=int, default=5, help="of a case, at most")
+    parser.add_argument("--case-gb", type=float, default=20, help="page bytes of a case, about")
     parser.add_argument("--out", help="also write the JSON here")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)

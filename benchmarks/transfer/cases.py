@@ -19,6 +19,8 @@ WAYS: Final[tuple[Way, ...]] = get_args(Way)
 Slots = npt.NDArray[np.int32]
 GOAL_TOKENS: Final = 8192
 """Goals hold for prompts from this length on."""
+PREFILL_ROUNDS: Final = 3
+"""Most rounds of a case that no goal is set for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,14 @@ def cases(
         if length in beside:
             for count in streams:
                 yield Case(length, shape, count, prefill=True)
+
+
+def rounds_of(case: Case, size_bytes: int, *, most: int, most_bytes: float) -> int:
+    """At least one, at most ``most`` (fewer beside a prefill), and no more bytes than
+    ``most_bytes`` where one round has less.
+    """
+    most = min(most, PREFILL_ROUNDS) if case.prefill else most
+    return max(1, min(most, int(most_bytes // size_bytes)))
 
 
 def streams_apart(pool_blocks: int, blocks: int, streams: int) -> int:

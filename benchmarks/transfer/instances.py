@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import secrets
 import sys
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
@@ -29,13 +30,14 @@ class RankProcess:
         self._process = process
 
     @classmethod
-    async def spawn(cls, spec: RankSpec) -> RankProcess:
+    async def spawn(cls, spec: RankSpec, environment: Mapping[str, str]) -> RankProcess:
         """Start it; :meth:`hear` gives its first word."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "benchmarks.transfer", "--rank", json.dumps(asdict(spec))),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=LINE_BYTES,
+            env=environment,
         )
         return cls(process)
 
@@ -63,6 +65,21 @@ class RankProcess:
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the ranks' pools are."""
+
+    device: str
+    gpus: int
+    pool_blocks: int
+
+    def environment(self, number: int) -> dict[str, str]:
+        """Of the process of rank ``number``, counted over both sides: it sees its own GPU only."""
+        if self.gpus < 2:
+            return dict(os.environ)
+        return {**os.environ, "CUDA_VISIBLE_DEVICES": str(number % self.gpus)}
 
 
 @dataclass(frozen=True)
@@ -204,9 +221,7 @@ class Instances:
 
 
 @contextlib.asynccontextmanager
-async def instances(
-    shape: Shape, model: Model, device: str, pool_blocks: int
-) -> AsyncIterator[Instances]:
+async def instances(shape: Shape, model: Model, places: Places) -> AsyncIterator[Instances]:
     """Both instances, connected; ended at the end."""
     token, nonces = secrets.token_hex(16), {role: secrets.token_hex(8) for role in ROLES}
     ranks: dict[str, list[RankProcess]] = {role: [] for role in ROLES}
@@ -218,14 +233,15 @@ async def instances(
                     rank=rank,
                     shape=str(shape),
                     **asdict(model),
-                    device=device,
-                    pool_blocks=pool_blocks,
+                    device=places.device,
+                    pool_blocks=places.pool_blocks,
                     token=token,
                     nonce=nonces[role],
                 )
-                ranks[role].append(await RankProcess.spawn(spec))
+                environment = places.environment(sum(len(side) for side in ranks.values()))
+                ranks[role].append(await RankProcess.spawn(spec, environment))
         words = [await process.hear(START_S) for role in ROLES for process in ranks[role]]
-        sides = Instances(model, pool_blocks, ranks["context"], ranks["generation"])
+        sides = Instances(model, places.pool_blocks, ranks["context"], ranks["generation"])
         await sides.connect([word["source"] for word in words[: shape.context]])
         yield sides
     finally:

@@ -21,6 +21,7 @@ from benchmarks.transfer.cases import (
     cases,
     context_slots,
     generation_slots,
+    rounds_of,
     streams_apart,
 )
 from benchmarks.transfer.content import Content
@@ -122,6 +123,14 @@ def test_cases_are_those_of_the_issue_and_other_ways() -> None:
     }
     assert [case.tokens for case in found if case.prefill] == [128, 128]
     assert {case.way for case in cases(UNEQUAL, [128], [1], beside=[])} == {"default"}
+
+
+def test_rounds_are_as_many_as_their_bytes_allow() -> None:
+    quiet, beside = Case(8192, EQUAL, 1), Case(8192, EQUAL, 1, prefill=True)
+    found = [rounds_of(quiet, size, most=5, most_bytes=20.0) for size in (1, 4, 5, 9, 10, 11, 99)]
+    assert found == [5, 5, 4, 2, 2, 1, 1]
+    assert rounds_of(beside, 1, most=5, most_bytes=20.0) == 3
+    assert rounds_of(beside, 1, most=2, most_bytes=20.0) == 2
 
 
 @pytest.mark.parametrize("pool_blocks", [12, 13])
