@@ -110,6 +110,8 @@ class GrantsIn:
 def _unfit(running: RunningRequest, pair: Pair, grant: Grant) -> str:
     """Why this is no further grant of a running request; empty when it is one."""
     pairs = running.pairs
+    if running.core.ending is not None:
+        return running.core.ending[1]
     if pairs[0].incarnation != pair.incarnation:
         return f"this request has a session with {pairs[0].incarnation} already"
     if any(other.peer.rank == pair.peer.rank for other in pairs) or running.has(grant.session):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
@@ -26,9 +26,10 @@ from transfer.agent_events import (
     SessionEnded,
 )
 from transfer.control import ControlTiming
+from transfer.costs import TransferCosts
 from transfer.deadlines import TransferLimits
 from transfer.identity import Incarnation, PeerAddress
-from transfer.inprocess import Network
+from transfer.inprocess import InProcessTransport, Network
 from transfer.lease import TransferLease
 from transfer.outcome import Outcome
 from transfer.page_staging import HostStaging, PageStaging
@@ -106,12 +107,26 @@ class RankNode:
     address: PeerAddress = field(init=False)
     leases: list[RankLease] = field(default_factory=list)
     firsts: dict[int, int] = field(default_factory=dict)
+    killed: bool = False
+
+    def kill(self) -> None:
+        """What SIGKILL of the process shows to others; it gives nothing back itself."""
+        assert isinstance(self.transport, InProcessTransport)
+        self.killed = True
+        self.transport.network.kill(self.transport)
 
     def lease(self, first_block: int, end_block: int) -> RankLease:
         """A new lease of the request's blocks."""
         lease = RankLease(self.pools, self.firsts, first_block, end_block)
         self.leases.append(lease)
         return lease
+
+    def hand_off(self) -> None:
+        """The leader has the first tokens."""
+        if self.info.shape.leads:
+            self.agent.hand_off(REQUEST, HANDOFF)
+        else:
+            self.agent.hand_off_pages(REQUEST)
 
     async def leases_over(self) -> None:
         """Wait until every lease has come back clean."""
@@ -185,12 +200,9 @@ class Instances:
                 node.agent.ship(REQUEST, start, end, node.lease(start, end))
 
     def hand_off(self) -> None:
-        """The leader has the first tokens."""
+        """All context ranks are through."""
         for node in self.contexts:
-            if node.info.shape.leads:
-                node.agent.hand_off(REQUEST, HANDOFF)
-            else:
-                node.agent.hand_off_pages(REQUEST)
+            node.hand_off()
 
     async def run(self, random: Random) -> None:
         """The request from grant to end, every byte checked."""
@@ -259,8 +271,12 @@ class Cluster:
     """What all agents have in common."""
 
     timing: ControlTiming = FAST
+    costs: TransferCosts = field(default_factory=TransferCosts)
     limits: TransferLimits = field(default_factory=TransferLimits)
-    network: Network = field(default_factory=lambda: Network(piece_bytes=512))
+    transport: Callable[[str], Transport] = field(
+        default_factory=lambda: Network(piece_bytes=512).transport
+    )
+    """By the name of the rank."""
 
 
 def numbered(pair: Geometry, name: str) -> list[list[RankInfo]]:
@@ -285,7 +301,7 @@ def numbered(pair: Geometry, name: str) -> list[list[RankInfo]]:
 async def instances(
     pair: Geometry, random: Random, prompt_tokens: int, cluster: Cluster | None = None
 ) -> AsyncIterator[Instances]:
-    """Agents of one dp group a side; the pools of the context ranks are filled."""
+    """Agents of the last dp group a side; the pools of the context ranks are filled."""
     cluster = cluster or Cluster()
     sides: dict[str, list[RankNode]] = {}
     for name in ("context", "generation"):
@@ -293,7 +309,7 @@ async def instances(
         instance = [info for group in groups for info in group]
         sides[name] = [
             _node(info, instance, FilledPools(info, prompt_tokens, random), cluster)
-            for info in random.choice(groups)
+            for info in groups[-1]
         ]
     both = Instances(sides["context"], sides["generation"], prompt_tokens, pair.tokens_per_block)
     for node in both.contexts:
@@ -305,14 +321,14 @@ async def instances(
     finally:
         await asyncio.gather(*(node.agent.close() for node in reversed(both.nodes)))
     for node in both.nodes:
-        assert node.agent.counters.sessions_in_flight == 0
+        assert node.killed or node.agent.counters.sessions_in_flight == 0
 
 
 def _node(
     info: RankInfo, instance: list[RankInfo], pools: FilledPools, cluster: Cluster
 ) -> RankNode:
     engine = Engine()
-    transport = cluster.network.transport(str(info.rank_id))
+    transport = cluster.transport(str(info.rank_id))
     agent = TransferAgent(
         rank_info=info,
         instance=instance,
@@ -320,7 +336,11 @@ def _node(
         transport=transport,
         memory=PoolMemory(pools.pools),
         config=AgentConfig(
-            host="127.0.0.1", cluster_token=TOKEN, timing=cluster.timing, limits=cluster.limits
+            host="127.0.0.1",
+            cluster_token=TOKEN,
+            timing=cluster.timing,
+            limits=cluster.limits,
+            costs=cluster.costs,
         ),
         deliver=engine,
     )
