@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 from typing_extensions import override
 
 from transfer import staged_cut
-from transfer.copy_plan import CopyPlan, Slots
+from transfer.copy_plan import CopyPlan, PageCopies, Slots
 from transfer.host_copies import Bytes, HostCopies
+from transfer.passes import PassOver, PassRunner
 
-PassOver = Callable[[str], None]
-"""Called once, in the event loop, when a pass is over: with why it failed, or with nothing."""
+MemoryT = TypeVar("MemoryT")
 
 
 class PageStaging(Protocol):
@@ -45,13 +45,42 @@ class PageStaging(Protocol):
         """Copy all of ``message`` into the receiver's runs of ``slots``."""
 
 
-class HostStaging(PageStaging):
-    """Pools in host memory. Passes are over when the call returns."""
+class PoolStaging(PageStaging, Generic[MemoryT]):
+    """Pools of one kind of memory, given what copies there and where the passes run."""
 
-    def __init__(self, pools: Mapping[int, Sequence[Bytes]]) -> None:
+    def __init__(
+        self,
+        pools: Mapping[int, Sequence[MemoryT]],
+        copies: PageCopies[MemoryT],
+        passes: PassRunner,
+    ) -> None:
         """``pools`` by pool group, each uint8 ``[slots, slot bytes]``, contiguous."""
         self._pools: Final = pools
-        self._copies: Final = HostCopies()
+        self._copies: Final = copies
+        self._passes: Final = passes
+
+    @override
+    def gather(
+        self, plan: CopyPlan, pool_group: int, slots: Slots, message: MemoryT, over: PassOver
+    ) -> None:
+        pools = self._pools[pool_group]
+        self._copies.check_gather(plan, pools, slots, message)
+        self._passes.start(lambda: self._copies.gather(plan, pools, slots, message), over)
+
+    @override
+    def scatter(
+        self, plan: CopyPlan, message: MemoryT, pool_group: int, slots: Slots, over: PassOver
+    ) -> None:
+        pools = self._pools[pool_group]
+        self._copies.check_scatter(plan, message, pools, slots)
+        self._passes.start(lambda: self._copies.scatter(plan, message, pools, slots), over)
+
+
+class HostStaging(PoolStaging[Bytes]):
+    """Pools in host memory."""
+
+    def __init__(self, pools: Mapping[int, Sequence[Bytes]], passes: PassRunner) -> None:
+        super().__init__(pools, HostCopies(), passes)
 
     @property
     @override
@@ -61,17 +90,3 @@ class HostStaging(PageStaging):
     @override
     def message(self, size_bytes: int) -> Bytes:
         return np.empty(size_bytes, dtype=np.uint8)
-
-    @override
-    def gather(
-        self, plan: CopyPlan, pool_group: int, slots: Slots, message: Bytes, over: PassOver
-    ) -> None:
-        self._copies.gather(plan, self._pools[pool_group], slots, message)
-        over("")
-
-    @override
-    def scatter(
-        self, plan: CopyPlan, message: Bytes, pool_group: int, slots: Slots, over: PassOver
-    ) -> None:
-        self._copies.scatter(plan, message, self._pools[pool_group], slots)
-        over("")

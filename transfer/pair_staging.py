@@ -7,7 +7,8 @@ from typing import Any, Final
 import numpy as np
 
 from transfer.copy_plan import CopyPlan
-from transfer.page_staging import PageStaging, PassOver
+from transfer.page_staging import PageStaging
+from transfer.passes import PassOver
 from transfer.plan import TransferPlan
 from transfer.region import Region, Staged
 from transfer.staged_cut import most_bytes

@@ -178,6 +178,7 @@ class WorkerProcess:
             model_name=config.model_name,
             incarnation=config.incarnation,
         )
+        memory = StoragePages(core.storage)
         agent = TransferAgent(
             rank_info=info,
             instance=(info,),
@@ -187,12 +188,13 @@ class WorkerProcess:
                 require_transport=config.require_transport,
                 cuda_device=device.index if device.type == "cuda" else None,
             ),
-            memory=StoragePages(core.storage),
+            memory=memory,
             config=AgentConfig(
                 host=config.host,
                 cluster_token=config.cluster_token,
                 control_port=config.control_port,
                 limits=TransferLimits(floor_ms=config.transfer_timeout_ms),
+                costs=memory.costs,
             ),
             deliver=self._inbox.put,
         )

@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse(arguments)
     torch.set_num_threads(1)
     if args.rank is not None:
-        asyncio.run(run(RankSpec(**json.loads(args.rank))))
+        run(RankSpec(**json.loads(args.rank)))
         return
     found = Measurement(args)
     print(CASE_HEADER, flush=True)

@@ -142,7 +142,7 @@ class RankPages:
             views=views_of_groups(plan),
             transport=self.transport(),
             memory=self._memory,
-            config=AgentConfig(host=HOST, cluster_token=self.spec.token),
+            config=AgentConfig(host=HOST, cluster_token=self.spec.token, costs=self._memory.costs),
             deliver=self.events.tell,
         )
 

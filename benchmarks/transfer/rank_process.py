@@ -8,7 +8,9 @@ import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, Final
+
+import uvloop
 
 from benchmarks.transfer.context_rank import ContextRank
 from benchmarks.transfer.generation_rank import GenerationRank
@@ -17,8 +19,17 @@ from benchmarks.transfer.pages import RankSpec
 Verb = Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]
 
 
-async def run(spec: RankSpec) -> None:
+SWITCH_INTERVAL_S: Final = 0.0005
+"""As in a worker, whose event loop this process runs too."""
+
+
+def run(spec: RankSpec) -> None:
     """Until the other end closes standard input."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    uvloop.run(_serve(spec))
+
+
+async def _serve(spec: RankSpec) -> None:
     rank: ContextRank | GenerationRank
     if spec.role == "context":
         context = rank = ContextRank(spec)

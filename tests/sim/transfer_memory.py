@@ -12,7 +12,8 @@ from tests.sim.transfer_network import Link, PostedEnd
 from tests.sim.transfer_pages import PLAN, Pages, Place, Value
 from transfer.copy_plan import CopyPlan, Slots
 from transfer.outcome import PostStatus
-from transfer.page_staging import PageStaging, PassOver
+from transfer.page_staging import PageStaging
+from transfer.passes import PassOver
 from transfer.transport import Completion, Ended, Endpoint, Lost, PageMemory, PostedRequest
 
 

@@ -20,8 +20,9 @@ from transfer.agent_counters import TransferCounters
 from transfer.copy_plan import CopyPlan, Slots
 from transfer.host_copies import HostCopies
 from transfer.outcome import PeerFate, PostStatus
-from transfer.page_staging import PageStaging, PassOver
+from transfer.page_staging import PageStaging
 from transfer.pair_posts import PairPosts, Schedule
+from transfer.passes import PassOver
 from transfer.region import Piece, Post, Region, Staged
 from transfer.session import Session, SessionState
 from transfer.session_commands import PostReceives, PostSends
@@ -451,15 +452,45 @@ def test_nobody_is_told_that_pages_are_free_in_the_middle_of_a_pass() -> None:
     assert len(passes) == 3
 
 
-def test_no_memory_for_a_buffer_ends_the_post(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_self: SlowMemory, size_bytes: int) -> Bytes:
-        raise MemoryError(f"expected {size_bytes} free bytes")
+class ShortMemory(SlowMemory):
+    """Memory for so many buffers."""
 
-    monkeypatch.setattr(SlowMemory, "message", refuse)
-    rig, _ = slow()
+    room = 0
+
+    @override
+    def message(self, size_bytes: int) -> Bytes:
+        if not self.room:
+            raise MemoryError(f"expected {size_bytes} free bytes")
+        self.room -= 1
+        return super().message(size_bytes)
+
+
+def test_no_memory_for_a_buffer_ends_the_post() -> None:
+    memory = ShortMemory()
+    rig = Rig(memory)
+    rig.posts.bind(rig.endpoint)
     rig.receive(staged(1), whole(2))
     assert len(rig.requests) == 1
     rig.run()
     ((post, status, reason),) = rig.over
     assert (post, status) == (0, PostStatus.REVOKED)
     assert "free bytes" in reason
+    memory.room = 1
+    for _ in range(STAGING_BUFFERS):
+        rig.receive(staged(1))
+    assert len(rig.requests) == 2
+
+
+def test_with_memory_for_one_buffer_posts_take_turns() -> None:
+    memory = ShortMemory()
+    memory.room = 1
+    rig = Rig(memory)
+    rig.posts.bind(rig.endpoint)
+    rig.receive(staged(1), staged(2), staged(3))
+    for number in range(3):
+        assert len(rig.requests) == number + 1
+        rig.requests[number].end(DONE)
+        memory.passes[number]("")
+    assert [(post, status) for post, status, _ in rig.over] == [
+        (number, PostStatus.DONE) for number in range(3)
+    ]

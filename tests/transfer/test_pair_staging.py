@@ -10,6 +10,7 @@ from tests.transfer.test_pair_posts import DONE, LOST, Rig
 from transfer.outcome import PostStatus
 from transfer.page_staging import HostStaging
 from transfer.pair_staging import PairStaging
+from transfer.passes import AtOnce
 from transfer.plan import TransferPlan
 from transfer.region import Region, Staged
 
@@ -22,7 +23,7 @@ SMALL_PAGES = Side(stages=(2,), page_tokens=4)
 def staging(sender: Side, receiver: Side) -> PairStaging:
     pair = same_model(sender, receiver, LAYERS)
     plan = TransferPlan.between(pair.senders(0)[-1], pair.receivers(0)[-1])
-    return PairStaging(plan, HostStaging({}))
+    return PairStaging(plan, HostStaging({}, AtOnce()))
 
 
 def piece(*slots: int) -> Staged:
