@@ -95,7 +95,8 @@ class ContextRole(Role):
 
     @override
     def land(self, leg: LegRecord) -> bool:
-        return self.pulls.land(leg)
+        self.pulls.ask(leg)
+        return True
 
     def _compute(self, leg: LegRecord) -> None:
         leg.enter(LegState.COMPUTING)

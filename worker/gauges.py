@@ -15,8 +15,8 @@ _WAITING: Final = frozenset(
         LegState.AWAITING_ROOM,
         LegState.GRANTED,
         LegState.LANDING,
+        LegState.PULL_WAITING,
         LegState.PULLING,
-        LegState.PULL_LANDING,
         LegState.PULL_RECEIVING,
     }
 )

@@ -23,7 +23,7 @@ from worker.scheduler import (
     plan_admission,
     plan_step,
 )
-from worker.survey import LEG_PHASES, Survey
+from worker.survey import LEG_PHASES, RECEIVING, Survey
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -154,7 +154,7 @@ class PageBoard:
         them.
         """
         waiting = self.desk.leases.outstanding or any(
-            leg.landing is not None for leg in self.desk.legs
+            leg.state in RECEIVING for leg in self.desk.legs
         )
         if waiting:
             return

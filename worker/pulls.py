@@ -1,9 +1,10 @@
 """Prefixes that context legs fetch from other instances' caches before they compute.
 
-Life of a pull: 1 ask the source; 2 it says how far it goes: queue for pages; 3 match the own prefix
-tree, allocate the rest, say where it goes; 4 when every page is in, commit the prefix to the tree
-and let go of it, so that the leg's sequence finds it there like anything computed here. However a
-pull ends, its leg computes what the tree then lacks: a pull saves work or does nothing.
+Life of a pull: 1 queue for room, like any prompt; 2 ask the source; 3 it says how far it goes:
+match the own prefix tree, allocate the rest, say where it goes; 4 when every page is in, commit the
+prefix to the tree and let go of it, so that the leg's sequence finds it there like anything
+computed here. However a pull ends, its leg computes what the tree then lacks: it saves work or does
+nothing.
 """
 
 from __future__ import annotations
@@ -46,77 +47,84 @@ class PrefixPulls:
         return pull_id in self._pulls
 
     def begin(self, leg: LegRecord) -> bool:
-        """Ask the instance that is believed to hold the prefix. False, and nothing done, where
-        there is none or too little would be saved.
+        """Queue for room, where a source is named that may have enough. False, and nothing done,
+        where not.
         """
-        desk, source = self._desk, leg.prefix_source
+        source = leg.prefix_source
         if source is None:
             return False
-        block = desk.demand.tokens_per_block
-        # The logits of the last token are needed: it is always computed here.
-        wanted = (leg.prompt_tokens - 1) // block
-        least = self._held_blocks(leg, wanted * block) + desk.demand.blocks(
-            max(1, self._limits.least_tokens)
-        )
+        block = self._desk.demand.tokens_per_block
+        offered = min(self._wanted_blocks(leg), source.tokens // block)
         pull_id = f"{leg.request_id}/pull"
-        if min(wanted, source.tokens // block) < least or desk.leases.has_session(pull_id):
+        if offered < self._least_blocks or self._desk.leases.has_session(pull_id):
             return False
-        left_ms = max(1, leg.deadline_at_ms - desk.clock.now_ms())
         leg.pull_id = pull_id
+        leg.enter(LegState.PULL_WAITING)
+        return True
+
+    def ask(self, leg: LegRecord) -> None:
+        """There is room: ask for the prefix, unless the own tree has nearly all of it by now."""
+        desk, source, pull_id = self._desk, leg.prefix_source, leg.pull_id
+        assert source is not None
+        assert pull_id is not None
+        leg.saving = ()
+        block = desk.demand.tokens_per_block
+        wanted = self._wanted_blocks(leg)
+        held = open_whole_blocks(desk.manager, leg.scope, leg.prompt, max_match=wanted * block)
+        held.close()
+        least = desk.demand.blocks(held.matched_tokens) + self._least_blocks
+        if min(wanted, source.tokens // block) < least:
+            self._compute(leg)
+            return
         leg.enter(LegState.PULLING)
         self._pulls[pull_id] = _Pull(leg, wanted, least)
         desk.leases.open_session(pull_id)
         prefix = Prefix(leg.scope, leg.prompt[: wanted * block])
+        left_ms = max(1, leg.deadline_at_ms - desk.clock.now_ms())
         deadline_ms = min(left_ms, self._limits.timeout_ms)
         desk.transfers.pull(pull_id, source.peer, prefix, least, deadline_ms)
-        return True
 
-    def _held_blocks(self, leg: LegRecord, max_match: int) -> int:
-        cache = open_whole_blocks(self._desk.manager, leg.scope, leg.prompt, max_match=max_match)
-        cache.close()
-        return self._desk.demand.blocks(cache.matched_tokens)
+    @property
+    def _least_blocks(self) -> int:
+        return self._desk.demand.blocks(max(1, self._limits.least_tokens))
+
+    def _wanted_blocks(self, leg: LegRecord) -> int:
+        """The logits of the last token are needed: it is always computed here."""
+        return (leg.prompt_tokens - 1) // self._desk.demand.tokens_per_block
 
     def found(self, event: PrefixFoundReceived) -> None:
-        """The source has the prefix up to some block: pages are needed now."""
-        pull = self._pulls[event.request_id]
-        if pull.leg.ended:
+        """The source has the prefix up to some block: say where what the own tree lacks goes."""
+        desk, pull_id, pull = self._desk, event.request_id, self._pulls[event.request_id]
+        leg = pull.leg
+        if leg.ended:
             return  # its session is being cancelled
         if not pull.least_blocks <= event.end_block <= pull.wanted_blocks:
-            reason = (
-                f"found: expected {pull.least_blocks} to {pull.wanted_blocks} blocks, "
-                f"got {event.end_block}"
-            )
-            self._desk.transfers.cancel(event.request_id, reason)
+            desk.counters.pulls_failed += 1
+            wanted = f"{pull.least_blocks} to {pull.wanted_blocks}"
+            self._give_up(pull_id, f"found: expected {wanted} blocks, got {event.end_block}")
             return
         pull.end_block = event.end_block
-        pull.leg.enter(LegState.PULL_LANDING)
-
-    def land(self, leg: LegRecord) -> bool:
-        """Allocate what the own prefix tree lacks. False, and nothing changed, while pages are
-        short.
-        """
-        desk = self._desk
-        pull_id = leg.pull_id
-        assert pull_id is not None
-        pull = self._pulls[pull_id]
         end_tokens = pull.end_block * desk.demand.tokens_per_block
         cache = open_whole_blocks(desk.manager, leg.scope, leg.prompt, max_match=end_tokens)
         pull.first_block = desk.demand.blocks(cache.matched_tokens)
         if pull.first_block == pull.end_block:
-            cache.close()  # computed here meanwhile, for another request
-            desk.transfers.cancel(pull_id, "the prefix is here by now")
-            self._over(pull_id)
-            return True
+            cache.close()
+            self._give_up(pull_id, "the prefix is here by now")
+            return
         if not cache.grow_to_receive(end_tokens):
             cache.close()
-            leg.saving = ()  # what it was to share is gone: it needs all of its room
-            return False
+            desk.counters.pulls_failed += 1
+            self._give_up(pull_id, "the room for the prefix went to others")
+            return
         leg.landing = cache
         leg.enter(LegState.PULL_RECEIVING)
         lease = cache.lease(pull.first_block, pull.end_block)
         desk.leases.add(lease, pull.end_block - pull.first_block)
         desk.transfers.ready(pull_id, pull.first_block, pull.end_block, lease)
-        return True
+
+    def _give_up(self, pull_id: str, reason: str) -> None:
+        self._desk.transfers.cancel(pull_id, reason)
+        self._over(pull_id)
 
     def received(self, event: HandoffReceived) -> None:
         """Every page is in: they are as good as computed here."""
@@ -147,5 +155,4 @@ class PrefixPulls:
         if leg.landing is not None:
             leg.landing.close()
             leg.landing = None
-        leg.saving = ()
         self._compute(leg)

@@ -64,10 +64,10 @@ class LegState(Enum):
     """Generation: announced, waiting for pages."""
     RECEIVING = "receiving"
     """Generation: pages are being written by the peer."""
+    PULL_WAITING = "pull waiting"
+    """Context: queues for room before it asks another instance for a prefix."""
     PULLING = "pulling"
-    """Context: asked another instance for a prefix; it has not answered."""
-    PULL_LANDING = "pull landing"
-    """Context: the prefix was found, waiting for pages."""
+    """Context: asked for the prefix; room is set aside, no page allocated."""
     PULL_RECEIVING = "pull receiving"
     """Context: pages of the prefix are being written by the peer."""
     COMPUTING = "computing"
@@ -78,9 +78,9 @@ class LegState(Enum):
 
 
 LEG_TRANSITIONS: Final[dict[LegState, frozenset[LegState]]] = {
-    LegState.AWAITING_GRANT: frozenset({LegState.PULLING, LegState.COMPUTING, LegState.ENDED}),
-    LegState.PULLING: frozenset({LegState.PULL_LANDING, LegState.COMPUTING, LegState.ENDED}),
-    LegState.PULL_LANDING: frozenset({LegState.PULL_RECEIVING, LegState.COMPUTING, LegState.ENDED}),
+    LegState.AWAITING_GRANT: frozenset({LegState.PULL_WAITING, LegState.COMPUTING, LegState.ENDED}),
+    LegState.PULL_WAITING: frozenset({LegState.PULLING, LegState.COMPUTING, LegState.ENDED}),
+    LegState.PULLING: frozenset({LegState.PULL_RECEIVING, LegState.COMPUTING, LegState.ENDED}),
     LegState.PULL_RECEIVING: frozenset({LegState.COMPUTING, LegState.ENDED}),
     LegState.AWAITING_ROOM: frozenset({LegState.GRANTED, LegState.ENDED}),
     LegState.GRANTED: frozenset({LegState.LANDING, LegState.ENDED}),

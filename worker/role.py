@@ -24,8 +24,8 @@ class Role(Protocol):
         """
 
     def land(self, leg: LegRecord) -> bool:
-        """Allocate pages for what a peer is about to write. False, and nothing changed, while
-        pages are short.
+        """There is room for what a peer is to write: allocate pages, or ask for it. False, and
+        nothing changed, while pages are short.
         """
 
     def computed(self, sequence: Sequence, drawn: Values[Drawn]) -> None:

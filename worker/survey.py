@@ -22,8 +22,10 @@ LEG_PHASES: Final = {
     LegState.AWAITING_ROOM: Phase.GRANTING,
     LegState.GRANTED: Phase.PROMISED,
     LegState.LANDING: Phase.LANDING,
-    LegState.PULL_LANDING: Phase.LANDING,
+    LegState.PULL_WAITING: Phase.LANDING,
 }
+RECEIVING: Final = frozenset({LegState.RECEIVING, LegState.PULLING, LegState.PULL_RECEIVING})
+"""States of legs whose room is set aside for what a peer writes."""
 SEQUENCE_PHASES: Final = {
     SequenceState.QUEUED: Phase.QUEUED,
     SequenceState.SUSPENDED: Phase.SUSPENDED,
@@ -61,7 +63,7 @@ class Survey:
             for sequence in self.desk.sequences.values()
             if sequence.state is SequenceState.RUNNING
         ]
-        items += [self._receiving(leg) for leg in self.desk.legs if leg.landing is not None]
+        items += [self._receiving(leg) for leg in self.desk.legs if leg.state in RECEIVING]
         return items + entrants
 
     def share(self, items: list[Item], key: int) -> list[Item] | None:
