@@ -136,8 +136,10 @@ class Side:
         cuda_device = self.storage.pool_bytes(0, 0).device.index
         self.raw = UcxTransport(HOST, cuda_device=cuda_device)
         self.memory = StoragePages(self.storage)
+        info = _rank_info(name, self.plan, shape)
         self.agent = TransferAgent(
-            rank_info=_rank_info(name, self.plan, shape),
+            rank_info=info,
+            instance=(info,),
             views=views_of_groups(self.plan),
             transport=UcxTransport(HOST, cuda_device=cuda_device),
             memory=self.memory,
@@ -260,7 +262,7 @@ class Generation(Side):
         announced = self.expect(AnnounceReceived, name)
         handed, over = self.expect(HandoffReceived, name), self.expect(LeaseEnded, name)
         ended = self.expect(SessionEnded, name)
-        self.agent.grant(name, self.source, self.shape.tokens, int(TIMEOUT_S * 1e3))
+        self.agent.grant(name, (self.source,), self.shape.tokens, int(TIMEOUT_S * 1e3))
         await announced
         lease = Lease(0, self.slots_of(way))
         started = time.perf_counter()

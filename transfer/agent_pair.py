@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Protocol, assert_never
 
-from transfer.agent_counters import TransferCounters, failure_kind
-from transfer.agent_events import AgentEvent, LeaseEnded, LeaseInDoubt, SessionEnded
+from transfer.agent_counters import TransferCounters
+from transfer.agent_events import AgentEvent
 from transfer.control import ControlLink
 from transfer.identity import Incarnation
-from transfer.lease import TransferLease
-from transfer.messages import Grant, SessionMessage
-from transfer.outcome import Outcome, PeerFate, PostStatus
+from transfer.messages import Grant, Pull, SessionMessage
+from transfer.outcome import PeerFate, PostStatus
 from transfer.pair_posts import PairPosts, Schedule
 from transfer.plan import TransferPlan
 from transfer.rank_info import RankInfo
@@ -34,13 +34,7 @@ from transfer.session_commands import (
     Report,
     SendControl,
 )
-from transfer.session_events import (
-    DeadlinePassed,
-    FailureReported,
-    PeerDied,
-    PeerLost,
-    PostEnded,
-)
+from transfer.session_events import DeadlinePassed, PeerDied, PeerLost, PostEnded
 from transfer.story import InvalidTransition
 from transfer.transport import Completion, Endpoint, PageMemory, Transport, main_lane
 
@@ -60,11 +54,11 @@ class Side(Enum):
 class PairOwner(Protocol):
     """What a pair tells the agent, in the loop."""
 
-    def deliver(self, event: AgentEvent) -> None:
-        """Hand to the engine."""
+    def reported(self, session: Session, event: AgentEvent, cause: object) -> None:
+        """What a session reports when it is told ``cause``."""
 
-    def granted(self, pair: Pair, grant: Grant) -> None:
-        """A generation rank grants a request (context side)."""
+    def opened(self, pair: Pair, opening: Grant | Pull) -> None:
+        """A generation rank grants a request (context side), or a rank pulls a prefix."""
 
     def session_closed(self, pair: Pair, session: Session) -> None:
         """Nothing of this session is left."""
@@ -76,6 +70,16 @@ class PairOwner(Protocol):
         """Whether somebody who can know has said that this process is dead."""
 
 
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What is worked out once a peer: the plan of the pair, and on the generation side how many
+    ranks of this instance grant requests to the peer; 0 where this rank does not.
+    """
+
+    plan: TransferPlan
+    granters: int = 0
+
+
 class Pair:
     """Made when the handshake is over; the link is given right after."""
 
@@ -84,7 +88,7 @@ class Pair:
         *,
         side: Side,
         peer: RankInfo,
-        plan: TransferPlan,
+        route: Route,
         transport: Transport,
         memory: PageMemory,
         owner: PairOwner,
@@ -92,7 +96,8 @@ class Pair:
     ) -> None:
         self.side: Final = side
         self.peer: Final = peer
-        self.plan: Final = plan
+        self.plan: Final = route.plan
+        self.granters: Final = route.granters
         self.bound: Final[asyncio.Future[None]] = asyncio.get_running_loop().create_future()
         """Done when the data endpoint is there; failed when the pair was lost before."""
         self.torn_down: Final = asyncio.Event()
@@ -101,7 +106,7 @@ class Pair:
         self._counters = counters
         self._loop = asyncio.get_running_loop()
         self._posts = PairPosts(
-            plan=plan,
+            plan=route.plan,
             memory=memory,
             counters=counters,
             schedule=Schedule(self._loop.time, self._loop.call_soon),
@@ -112,7 +117,6 @@ class Pair:
         self._sessions: dict[str, Session] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._broken: list[tuple[Session, int, PostStatus]] = []
-        self._doubtful: list[TransferLease] = []
         self._losing: asyncio.Task[None] | None = None
         # A failed pair is seen by its sessions too; nobody has to await this.
         self.bound.add_done_callback(lambda future: future.cancelled() or future.exception())
@@ -159,7 +163,7 @@ class Pair:
         self._endpoint = endpoint
         logger.info(
             "pages of %s travel over %s (lanes: %s)",
-            self.incarnation,
+            self.peer.rank_id,
             main_lane(endpoint.lanes),
             ", ".join(endpoint.lanes),
         )
@@ -190,8 +194,8 @@ class Pair:
 
     def received(self, message: SessionMessage) -> None:
         """A message of the peer; those of forgotten sessions are late and harmless."""
-        if isinstance(message, Grant) and message.session not in self._sessions:
-            self._owner.granted(self, message)
+        if isinstance(message, Grant | Pull) and message.session not in self._sessions:
+            self._owner.opened(self, message)
             return
         session = self._sessions.get(message.session)
         if session is None:
@@ -225,7 +229,7 @@ class Pair:
             self.bound.set_exception(ConnectionError(reason))
         if self._sessions:
             logger.warning(
-                "lost %s with %d sessions: %s", self.incarnation, len(self._sessions), reason
+                "lost %s with %d sessions: %s", self.peer.rank_id, len(self._sessions), reason
             )
         try:
             if self._endpoint is not None:
@@ -258,7 +262,7 @@ class Pair:
                 case PostSends() | PostReceives():
                     self._posts.add(session, command)
                 case Report():
-                    self._report(command.event, event)
+                    self._owner.reported(session, command.event, event)
                 case ArmDeadline():
                     self._arm(session, command.at_ms)
                 case DropPeer():
@@ -288,24 +292,6 @@ class Pair:
 
     def _lost(self) -> bool:
         return self.torn_down.is_set()
-
-    def _report(self, event: AgentEvent, cause: object) -> None:
-        match event:
-            case SessionEnded():
-                self._counters.bytes_total += event.transferred_bytes
-                self._counters.blocks_total += event.transferred_blocks
-                if event.outcome is not Outcome.SUCCEEDED:
-                    self._counters.failures[failure_kind(cause)] += 1
-            case LeaseInDoubt():
-                self._doubtful.append(event.lease)
-                self._counters.leases_in_doubt += 1
-            case LeaseEnded():
-                left = [lease for lease in self._doubtful if lease is not event.lease]
-                self._counters.leases_in_doubt -= len(self._doubtful) - len(left)
-                self._doubtful = left
-            case _:
-                pass
-        self._owner.deliver(event)
 
     def _arm(self, session: Session, at_ms: int) -> None:
         timer = self._timers.pop(session.session, None)
@@ -337,9 +323,3 @@ class Pair:
 
     def _now_ms(self) -> int:
         return int(self._loop.time() * 1000)
-
-
-def fail_session(pair: Pair, session: Session, reason: str) -> None:
-    """End a session that this side used wrongly, or cannot go on with."""
-    logger.error("session %s of request %s: %s", session.session, session.request_id, reason)
-    pair.drive(session, FailureReported(reason))

@@ -28,7 +28,6 @@ from transfer.messages import (
     Grant,
     GroupRuns,
     Handoff,
-    HandoffData,
     NoDecode,
     Received,
     ReceiveReady,
@@ -92,7 +91,7 @@ class ContextSession(Session):
         self._waiting: list[LeasedBlocks] = []
         self._waiting_ends: list[int] = []
         self._chunks = 0
-        self._handoff: HandoffData | None = None
+        self._handoff: HandOffRequested | None = None
 
     @override
     def _transitions(self) -> Transitions:
@@ -240,11 +239,11 @@ class ContextSession(Session):
         self._report(LeaseEnded(self.request_id, event.blocks.lease))
 
     def _on_hand_off_early(self, event: HandOffRequested) -> None:
-        self._handoff = event.data
+        self._handoff = event
         self.state = SessionState.COMPUTED
 
     def _on_hand_off(self, event: HandOffRequested) -> None:
-        self._handoff = event.data
+        self._handoff = event
         self._hand_off()
 
     def _hand_off(self) -> None:
@@ -257,7 +256,7 @@ class ContextSession(Session):
                 f"only {self._shipped_end} were computed",
             )
             return
-        self._send(Handoff(session=self.session, data=self._handoff))
+        self._send(Handoff(session=self.session, data=self._handoff.data))
         self._progress_ms = self._now_ms
         self.state = SessionState.HANDED_OFF
 

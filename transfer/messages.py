@@ -52,7 +52,7 @@ class Welcome(Message):
 
 
 class Introduction(Message):
-    """Facts of the sending rank. Both sides send one after the proofs and run ``check_direct`` on
+    """Facts of the sending rank. Both sides send one after the proofs and run ``check_movable`` on
     what they get.
     """
 
@@ -85,6 +85,8 @@ class Grant(Message):
     session: str
     prompt_tokens: int = Field(ge=1)
     deadline_ms: int = Field(ge=1)
+    receivers: int = Field(default=1, ge=1)
+    """Ranks of the generation instance that grant this request to this context rank."""
 
 
 class Pull(Message):
@@ -102,6 +104,8 @@ class Pull(Message):
     least_blocks: int = Field(ge=1)
     """With fewer blocks than this of the prefix the pull is not worth it."""
     deadline_ms: int = Field(ge=1)
+    receivers: int = Field(default=1, ge=1)
+    """Ranks of the pulling instance that send this pull to this rank."""
 
 
 class PrefixFound(Message):
@@ -206,7 +210,8 @@ class Handoff(Message):
 
     kind: Literal["handoff"] = "handoff"
     session: str
-    data: HandoffData
+    data: HandoffData | None = None
+    """What decoding needs; absent from all but the leader of the context ranks."""
 
 
 class NoDecode(Message):

@@ -61,6 +61,7 @@ class PullSession(GenerationSession):
                 tokens=pack_ints(event.prefix.tokens),
                 least_blocks=event.least_blocks,
                 deadline_ms=event.deadline_ms,
+                receivers=event.receivers,
             )
         )
         self.state = SessionState.ASKED

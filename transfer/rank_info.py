@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from transfer.identity import Incarnation
+from transfer.identity import Incarnation, RankId
 from transfer.wire import PROTOCOL_VERSION, Message
 
 Owner = Literal["target", "draft"]
@@ -148,6 +148,11 @@ class ParallelShape(RankFacts):
         """This rank's place among them."""
         return self.tp_rank % self.attention_tp_size
 
+    @property
+    def leads(self) -> bool:
+        """Whether this is the leader of its dp group: the rank that has the first tokens."""
+        return self.pp_rank == self.attention_tp_rank == self.cp_rank == 0
+
     @model_validator(mode="after")
     def _check_ranks(self) -> ParallelShape:
         for name, rank, size in (
@@ -202,6 +207,11 @@ class RankInfo(RankFacts):
     data_host: str
     """Where this rank's data listener accepts endpoints."""
     data_port: int = Field(ge=0, lt=1 << 16)
+
+    @property
+    def rank_id(self) -> RankId:
+        """Who this is."""
+        return RankId(self.incarnation, self.rank)
 
     @model_validator(mode="after")
     def _check_stages(self) -> RankInfo:

@@ -171,14 +171,16 @@ class WorkerProcess:
     async def _start_agent(self, core: RankCore) -> tuple[TransferAgent, PeerAddress]:
         config = self._config
         device = core.loaded.device
+        info = rank_info(
+            core.loaded,
+            core.plan,
+            model_path=config.model_path,
+            model_name=config.model_name,
+            incarnation=config.incarnation,
+        )
         agent = TransferAgent(
-            rank_info=rank_info(
-                core.loaded,
-                core.plan,
-                model_path=config.model_path,
-                model_name=config.model_name,
-                incarnation=config.incarnation,
-            ),
+            rank_info=info,
+            instance=(info,),
             views=views_of_groups(core.plan),
             transport=UcxTransport(
                 config.host,

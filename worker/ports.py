@@ -135,7 +135,11 @@ class Transfers(Protocol):
     """
 
     def grant(
-        self, request_id: str, source: PeerAddress, prompt_tokens: int, deadline_ms: int
+        self,
+        request_id: str,
+        sources: Sequence[PeerAddress],
+        prompt_tokens: int,
+        deadline_ms: int,
     ) -> None: ...
 
     def ready(
@@ -155,7 +159,7 @@ class Transfers(Protocol):
     def pull(
         self,
         request_id: str,
-        source: PeerAddress,
+        sources: Sequence[PeerAddress],
         prefix: Prefix,
         least_blocks: int,
         deadline_ms: int,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
@@ -273,8 +273,13 @@ class SimTransfers(Transfers):
 
     @override
     def grant(
-        self, request_id: str, source: PeerAddress, prompt_tokens: int, deadline_ms: int
+        self,
+        request_id: str,
+        sources: Sequence[PeerAddress],
+        prompt_tokens: int,
+        deadline_ms: int,
     ) -> None:
+        (source,) = sources
         peer = self.network.members[source.incarnation]
         name = f"s{self.network.name()}"
         plan = TransferPlan.between(peer.rank_info(), self.rank_info())
@@ -335,11 +340,12 @@ class SimTransfers(Transfers):
     def pull(
         self,
         request_id: str,
-        source: PeerAddress,
+        sources: Sequence[PeerAddress],
         prefix: Prefix,
         least_blocks: int,
         deadline_ms: int,
     ) -> None:
+        (source,) = sources
         peer = self.network.members[source.incarnation]
         plan = TransferPlan.between(peer.rank_info(), self.rank_info())
         session = PullSession(

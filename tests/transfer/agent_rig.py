@@ -269,6 +269,7 @@ async def start_node(name: str, transport: Transport, facts: NodeFacts | None = 
     engine = Engine()
     agent = TransferAgent(
         rank_info=info,
+        instance=(info,),
         views=facts.views,
         transport=transport,
         memory=memory,
@@ -320,7 +321,7 @@ def token_rows(node: Node, key: tuple[int, int], slots: list[int]) -> npt.NDArra
 
 async def granted(context: Node, generation: Node, request_id: str, deadline_ms: int) -> None:
     """Up to the announcement."""
-    generation.agent.grant(request_id, context.address, 100, deadline_ms)
+    generation.agent.grant(request_id, (context.address,), 100, deadline_ms)
     await context.engine.expect(GrantReceived, request_id)
     context.agent.announce(request_id)
     await generation.engine.expect(AnnounceReceived, request_id)

@@ -85,10 +85,10 @@ class ContextProcess:
         self._facts = facts
         memory = ArrayMemory(facts.num_slots, facts.groups)
         fill_tokens(memory, facts)
+        info = rank_info("context", groups=facts.groups, tokens_per_page=facts.tokens_per_page)
         self.agent = TransferAgent(
-            rank_info=rank_info(
-                "context", groups=facts.groups, tokens_per_page=facts.tokens_per_page
-            ),
+            rank_info=info,
+            instance=(info,),
             views=VIEWS,
             transport=UcxTransport("127.0.0.1"),
             memory=memory,

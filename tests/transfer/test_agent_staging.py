@@ -151,7 +151,7 @@ async def test_cancel_at_every_stage_ends_both_sides(
     context, generation = nodes
     transfer = Transfer("r", scattered(1, 30), scattered(2, 30), chunk_blocks=6)
     fill(context.memory, transfer.source_slots, 1)
-    generation.agent.grant("r", context.address, 100, 20_000)
+    generation.agent.grant("r", (context.address,), 100, 20_000)
     await context.engine.expect(GrantReceived, "r")
     if stage != "granted":
         context.agent.announce("r")
@@ -291,7 +291,7 @@ async def test_memories_that_cannot_stage_move_runs_and_refuse_other_pages(world
     await Transfer("r", scattered(1, 9), scattered(2, 9)).run(context, generation)
     assert not context.info.can_stage
     paged = await world.start(SMALL_PAGES)
-    paged.agent.grant("refused", context.address, 10, 20_000)
+    paged.agent.grant("refused", (context.address,), 10, 20_000)
     end = await paged.engine.expect(SessionEnded, "refused")
     assert end.outcome is Outcome.FAILED
     assert "target tokens_per_page: ours is 4, the peer's is 16" in end.reason

@@ -65,7 +65,7 @@ MESSAGES: tuple[ControlMessage, ...] = (
     Introduction(rank_info=INFO, endpoint_nonce=b"\x05" * 32),
     PeerRefused(reasons=("model: ours is a, the peer's is b",)),
     Heartbeat(),
-    Grant(request_id="r", session="s", prompt_tokens=100, deadline_ms=1000),
+    Grant(request_id="r", session="s", prompt_tokens=100, deadline_ms=1000, receivers=2),
     Pull(
         request_id="r/pull",
         session="s",
@@ -73,6 +73,7 @@ MESSAGES: tuple[ControlMessage, ...] = (
         tokens=pack_ints([5, 6]),
         least_blocks=2,
         deadline_ms=1000,
+        receivers=2,
     ),
     PrefixFound(session="s", end_block=3),
     PullDeclined(session="s", reason="not here"),

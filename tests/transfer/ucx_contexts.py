@@ -101,7 +101,7 @@ async def start_request(
     node: Node, context: Context, request_id: str, slots: list[int], deadline_ms: int = 20_000
 ) -> Lease:
     """Up to the pages."""
-    node.agent.grant(request_id, context.address, 10, deadline_ms)
+    node.agent.grant(request_id, (context.address,), 10, deadline_ms)
     await node.engine.expect(AnnounceReceived, request_id)
     pages = lease(0, slots)
     node.agent.ready(request_id, 0, len(slots), pages)
