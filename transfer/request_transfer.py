@@ -126,6 +126,7 @@ class _Member:
     granted: bool = False
     announced: bool = False
     found_block: int = 0
+    """Puller: what the source has."""
     end_block: int = 0
     last_word: HandoffReceived | NoDecodeReceived | None = None
     end: SessionEnded | None = None
@@ -222,17 +223,19 @@ class RequestTransfer:
             self._report(event)
 
     def _on_found(self, event: PrefixFoundReceived, session: str) -> None:
-        """Ranks of a source hold the same blocks."""
-        member = self._members[session]
-        member.announced, member.found_block = True, event.end_block
-        if not all(member.announced for member in self._members.values()):
-            return
-        ends = {member.found_block for member in self._members.values()}
-        if len(ends) == 1:
+        self._members[session].found_block = event.end_block
+        self._end_if_sources_differ()
+        if self.state is RequestState.OPEN and all(m.found_block for m in self._members.values()):
             self._report(event)
-        else:
-            reason = f"ranks of the source found different blocks of a prefix: {sorted(ends)}"
-            self._end(Outcome.FAILED, reason)
+
+    def _end_if_sources_differ(self) -> None:
+        """Ranks of a source hold the same blocks; a session over without a word was declined."""
+        members = self._members.values()
+        found = {member.found_block for member in members if member.found_block}
+        declined = [m for m in members if m.end is not None and m.last_word is None]
+        if len(found) > 1 or (found and declined):
+            blocks = sorted(found | {0}) if declined else sorted(found)
+            self._end(Outcome.FAILED, f"ranks of the source found {blocks} blocks of a prefix")
 
     def _on_chunk(self, event: ChunkReceived, session: str) -> None:
         self._members[session].end_block = event.end_block
@@ -249,6 +252,7 @@ class RequestTransfer:
         self._members[session].end = event
         if event.outcome is not Outcome.SUCCEEDED:
             self._end(event.outcome, event.reason)
+        self._end_if_sources_differ()
         if all(member.end is not None for member in self._members.values()) and (
             self.state is RequestState.ENDING or not self.missing
         ):
