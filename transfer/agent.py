@@ -51,7 +51,7 @@ from transfer.transport import PageMemory, Transport, main_lane
 logger = logging.getLogger(__name__)
 
 STOPPING: Final = "this worker is stopping"
-ITSELF: Final = "an instance cannot transfer to itself"
+ITSELF: Final = "an instance does not pull from itself"
 HEALTH_S: Final = 0.5
 """How often the transport is looked at: its death is nobody's completion."""
 
@@ -203,7 +203,7 @@ class TransferAgent(PairOwner):
         """
         end_s = self._running_loop().time() + deadline_ms / 1000
         order = PullOrder(request_id, tuple(sources), prefix, least_blocks, end_s)
-        self._call(self._open, order)
+        self._call(self._pull, order)
 
     def found(self, request_id: str, end_block: int) -> None:
         """Source: blocks up to ``end_block`` of a pulled prefix are leased; ``ship`` and
@@ -299,6 +299,13 @@ class TransferAgent(PairOwner):
         granters = granters_to(peer, self._instance, self._info.shape.dp_rank)
         return len(granters) if self._info.rank in {rank.rank for rank in granters} else 0
 
+    def _pull(self, order: PullOrder) -> None:
+        if self._info.incarnation in {source.incarnation for source in order.sources}:
+            # Both ends would be one id of one engine.
+            self._end_unstarted(order.request_id, Outcome.FAILED, ITSELF, "engine")
+        else:
+            self._open(order)
+
     def _open(self, order: Order) -> None:
         request_id = order.request_id
         reason = self._cancels.take(request_id)
@@ -311,9 +318,6 @@ class TransferAgent(PairOwner):
             return
         if self._closed:
             self._end_unstarted(request_id, Outcome.FAILED, STOPPING, "engine")
-            return
-        if self._info.incarnation in {source.incarnation for source in order.sources}:
-            self._end_unstarted(request_id, Outcome.FAILED, ITSELF, "engine")
             return
         self._grants_out.open(order)
 
