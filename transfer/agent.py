@@ -29,7 +29,7 @@ from transfer.lease import TransferLease
 from transfer.leased_pages import LeasedPages
 from transfer.messages import Grant, HandoffData, Pull
 from transfer.outcome import Outcome
-from transfer.peers import granters_to
+from transfer.peers import dp_group, granters_to
 from transfer.pending import EndedSessions, PendingCancels
 from transfer.plan import TransferPlan
 from transfer.prefix import Prefix
@@ -73,8 +73,9 @@ class TransferAgent(PairOwner):
         """``instance`` is all ranks of this rank's instance, itself included; ``views`` gives a
         view id for each layer group (:func:`views_of_groups`); ``deliver`` is called in the loop
         and must not block. What ``rank_info`` says of data address and staging is filled in here.
-        Raises ValueError unless the rank is in the instance.
+        Raises ValueError unless the rank and all others of its dp group are in the instance.
         """
+        dp_group(instance, rank_info.shape.dp_rank)
         if rank_info.rank_id not in {rank.rank_id for rank in instance}:
             raise ValueError(f"expected {rank_info.rank_id} among the ranks of its own instance")
         can_stage = memory.staging is not None

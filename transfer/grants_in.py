@@ -115,6 +115,8 @@ def _unfit(running: RunningRequest, pair: Pair, grant: Grant | Pull) -> str:
     pairs = running.pairs
     if (running.prompt_tokens is None) != isinstance(grant, Pull):
         return "this id is that of a transfer of another kind"
+    if running.core.ending is not None:
+        return running.core.ending[1]
     if pairs[0].incarnation != pair.incarnation:
         return f"this request has a session with {pairs[0].incarnation} already"
     if any(other.peer.rank == pair.peer.rank for other in pairs) or running.has(grant.session):

@@ -26,11 +26,11 @@ from transfer.costs import TransferCosts
 from transfer.deadlines import TransferLimits
 from transfer.generation_session import GenerationSession
 from transfer.identity import Incarnation, PeerAddress
-from transfer.lease import TransferLease, leased_blocks, views_of_groups
+from transfer.lease import GroupBlocks, LeasedBlocks, TransferLease, views_of_groups
 from transfer.messages import Grant, HandoffData, Pull
 from transfer.outcome import PeerFate, PostStatus
 from transfer.page_table import page_table_of
-from transfer.plan import TransferPlan
+from transfer.plan import GroupSide, TransferPlan
 from transfer.prefix import Prefix
 from transfer.pull_session import PullSession
 from transfer.rank_info import EngineFacts, ParallelShape, RankInfo
@@ -305,8 +305,15 @@ class SimTransfers(Transfers):
             self._hand_back(request_id, lease)
             return
         sides = [group.receiver for group in end.plan.groups]
-        blocks = leased_blocks(lease, sides, self._views)
+        blocks = self._leased(lease, sides)
         self._locally(end, PagesReady(end_block, blocks))
+
+    def _leased(self, lease: TransferLease, sides: list[GroupSide]) -> LeasedBlocks:
+        groups = (
+            GroupBlocks(lease.first_block, lease.slots(self._views[side.layer_group]))
+            for side in sides
+        )
+        return LeasedBlocks(lease, tuple(groups))
 
     @override
     def announce(self, request_id: str) -> None:
@@ -321,7 +328,7 @@ class SimTransfers(Transfers):
             self._hand_back(request_id, lease)
             return
         sides = [group.sender for group in end.plan.groups]
-        blocks = leased_blocks(lease, sides, self._views)
+        blocks = self._leased(lease, sides)
         self._locally(end, ShipRequested(first_block, end_block, blocks))
 
     @override

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
@@ -26,6 +26,7 @@ from transfer.agent_events import (
     SessionEnded,
 )
 from transfer.control import ControlTiming
+from transfer.costs import TransferCosts
 from transfer.deadlines import TransferLimits
 from transfer.identity import Incarnation, PeerAddress
 from transfer.inprocess import Network
@@ -259,8 +260,12 @@ class Cluster:
     """What all agents have in common."""
 
     timing: ControlTiming = FAST
+    costs: TransferCosts = field(default_factory=TransferCosts)
     limits: TransferLimits = field(default_factory=TransferLimits)
-    network: Network = field(default_factory=lambda: Network(piece_bytes=512))
+    transport: Callable[[str], Transport] = field(
+        default_factory=lambda: Network(piece_bytes=512).transport
+    )
+    """By the name of the rank."""
 
 
 def numbered(pair: Geometry, name: str) -> list[list[RankInfo]]:
@@ -285,7 +290,7 @@ def numbered(pair: Geometry, name: str) -> list[list[RankInfo]]:
 async def instances(
     pair: Geometry, random: Random, prompt_tokens: int, cluster: Cluster | None = None
 ) -> AsyncIterator[Instances]:
-    """Agents of one dp group a side; the pools of the context ranks are filled."""
+    """Agents of the last dp group a side; the pools of the context ranks are filled."""
     cluster = cluster or Cluster()
     sides: dict[str, list[RankNode]] = {}
     for name in ("context", "generation"):
@@ -293,7 +298,7 @@ async def instances(
         instance = [info for group in groups for info in group]
         sides[name] = [
             _node(info, instance, FilledPools(info, prompt_tokens, random), cluster)
-            for info in random.choice(groups)
+            for info in groups[-1]
         ]
     both = Instances(sides["context"], sides["generation"], prompt_tokens, pair.tokens_per_block)
     for node in both.contexts:
@@ -312,7 +317,7 @@ def _node(
     info: RankInfo, instance: list[RankInfo], pools: FilledPools, cluster: Cluster
 ) -> RankNode:
     engine = Engine()
-    transport = cluster.network.transport(str(info.rank_id))
+    transport = cluster.transport(str(info.rank_id))
     agent = TransferAgent(
         rank_info=info,
         instance=instance,
@@ -320,7 +325,11 @@ def _node(
         transport=transport,
         memory=PoolMemory(pools.pools),
         config=AgentConfig(
-            host="127.0.0.1", cluster_token=TOKEN, timing=cluster.timing, limits=cluster.limits
+            host="127.0.0.1",
+            cluster_token=TOKEN,
+            timing=cluster.timing,
+            limits=cluster.limits,
+            costs=cluster.costs,
         ),
         deliver=engine,
     )

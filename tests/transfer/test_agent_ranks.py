@@ -7,10 +7,11 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvcache_core.spec import ElementType, ReusePolicy
+from tests.transfer.carried import reasons
 from tests.transfer.geometries import (
     LONGEST_TOKENS,
     Attention,
@@ -20,7 +21,6 @@ from tests.transfer.geometries import (
     same_model,
 )
 from tests.transfer.instance_rig import instances
-from transfer.movable import check_movable
 
 LAYERS = (Attention(4), Attention(2, window=17), Attention(4, kv_factor=1))
 DRAFTS = (Attention(2, dtype=ElementType.BFLOAT16, policy=ReusePolicy.OPTIONAL),)
@@ -48,6 +48,12 @@ NAMED = {
     "one head at tp 2->2": (tp(2), tp(2), ONE_HEAD),
     "one head at tp 2->1": (tp(2), WHOLE, ONE_HEAD),
     "one head at tp 1->2": (WHOLE, tp(2), ONE_HEAD),
+    "one head, dp of the receiver": (tp(2), tp(2, 2), ONE_HEAD),
+    "one head, stages and dp of the receiver": (
+        tp(2),
+        replace(tp(2, 2), stages=(1, 1, 1)),
+        ONE_HEAD,
+    ),
     "cp 1->2": (WHOLE, replace(WHOLE, cp=2), LAYERS),
     "cp 2->1": (replace(WHOLE, cp=2), WHOLE, LAYERS),
     "cp 2->2": (replace(WHOLE, cp=2), replace(WHOLE, cp=2), LAYERS),
@@ -77,8 +83,8 @@ async def test_every_byte_of_every_receiver_arrives(name: str, prompt_tokens: in
 def test_any_two_instances_move_a_request(random: Random) -> None:
     pair = geometry(random)
     senders, receivers = pair.senders(0), pair.receivers(0)
-    if len(senders) * len(receivers) > 12 or check_movable(senders[0], receivers[0]):
-        return
+    assume(1 < len(senders) * len(receivers) <= 16)
+    assume(not reasons(senders, receivers))
 
     async def move() -> None:
         prompt_tokens = random.randint(1, LONGEST_TOKENS)
