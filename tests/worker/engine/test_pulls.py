@@ -269,3 +269,61 @@ def test_replicas_of_both_ends_keep_the_same_tables() -> None:
     cluster.ask("second", cluster.second, cluster.b, cluster.a)
     cluster.judge("second", cluster.second)
     assert counts(cluster.b) == (1, 0, 0)
+
+
+def asked(cluster: Cluster, name: str, prompt: list[int]) -> None:
+    """B has asked A, which does not answer."""
+    cluster.a.paused = True
+    cluster.ask(name, prompt, cluster.b, cluster.a)
+    cluster.world.run_until(lambda: gauges(cluster.b).transfers_in_flight == 2)
+
+
+def test_a_prefix_that_was_computed_here_meanwhile_is_not_fetched() -> None:
+    cluster = Cluster()
+    asked(cluster, "second", cluster.second)
+    cluster.ask("same", cluster.second, cluster.b)
+    cluster.world.run_until(lambda: ("same", 0) in cluster.world.choices)
+    cluster.a.paused = False
+    cluster.judge("second", cluster.second)
+    assert counts(cluster.b) == (0, 0, 0)
+    assert gauges(cluster.a).pulls_served_total == 0
+    started = cluster.world.started(cluster.b, "context", "second")
+    assert started.cached_tokens == len(cluster.second) - 1
+
+
+def test_a_place_of_the_source_is_free_again_after_each_pull() -> None:
+    cluster = Cluster(a=WorkerShape(most_served_pulls=1))
+    for number in range(1, 4):
+        prompt = cluster.second[: 13 * number]
+        cluster.ask(f"r{number}", prompt, cluster.b, cluster.a)
+        cluster.judge(f"r{number}", prompt)
+    assert counts(cluster.b) == (3, 0, 0)
+
+
+def test_a_cancelled_request_withdraws_its_question() -> None:
+    cluster = Cluster()
+    asked(cluster, "second", cluster.second)
+    cancelled_ms = cluster.world.clock.now
+    for worker in (cluster.b, cluster.generation):
+        cluster.world.send(worker, Cancel(request_id="second"))
+    cluster.world.run_until(lambda: gauges(cluster.b).transfers_in_flight == 0)
+    assert cluster.world.clock.now - cancelled_ms < 1_000
+    cluster.a.paused = False
+    cluster.world.drain()
+    assert gauges(cluster.a).pulls_served_total == 0
+
+
+def test_room_is_set_aside_from_the_question_on() -> None:
+    cluster = Cluster(b=WorkerShape(slots=16))
+    asked(cluster, "second", cluster.second)
+    other = random_prompt(random.Random(5), 12)
+    cluster.world.send(cluster.b, generate("other", other))
+    cluster.world.run_until(lambda: gauges(cluster.b).waiting == 2)
+    assert gauges(cluster.b).free_blocks == 16  # it is only set aside
+    asked_ms = cluster.world.clock.now
+    cluster.world.run_until(lambda: ("other", 0) in cluster.world.choices)
+    assert cluster.world.clock.now - asked_ms > 9_000  # the pull was given up
+    cluster.a.paused = False
+    cluster.judge("second", cluster.second)
+    assert cluster.world.choices["other", 0].tokens == expected(other)
+    assert counts(cluster.b) == (0, 0, 1)
