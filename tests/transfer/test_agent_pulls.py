@@ -123,6 +123,15 @@ async def test_what_the_puller_lacks_arrives(world: World) -> None:
         assert not node.agent.counters.failures
 
 
+async def test_pages_of_another_size_are_staged() -> None:
+    network = Network(piece_bytes=512)
+    left = await start_node("left", network.transport("a"), NodeFacts(tokens_per_page=8))
+    right = await start_node("right", network.transport("b"), NodeFacts(tokens_per_page=4))
+    await Pull("p", left, right).run()
+    for node in (left, right):
+        await node.agent.close()
+
+
 async def test_workers_pull_from_each_other_while_they_transfer(world: World) -> None:
     left, right = world.left, world.right
     await asyncio.gather(
