@@ -40,9 +40,9 @@ from worker.ports import (
     SliceResult,
     Transfers,
 )
-from worker.prefix_source import PrefixSource
 from worker.prefixes import PullLimits
 from worker.requests import Sequence
+from worker.served_pulls import ServedPulls
 from worker.survey import Survey
 
 GAUGES_EVERY_MS = 100
@@ -93,8 +93,8 @@ class Engine:
         context = ContextRole(self._desk, limits.pulls)
         generation = GenerationRole(self._desk)
         bounds = Bounds(limits.max_sequence_tokens, limits.vocab_size, limits.max_running)
-        prefixes = PrefixSource(self._desk, limits.pulls)
-        self._intake = Intake(self._desk, context, generation, prefixes, bounds)
+        served = ServedPulls(self._desk, limits.pulls)
+        self._intake = Intake(self._desk, context, generation, served, bounds)
         self._board = PageBoard(
             self._desk,
             context,

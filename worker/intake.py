@@ -27,8 +27,8 @@ from worker.desk import CANCELLED, Desk, Ending
 from worker.generation import GenerationRole
 from worker.inbox import Command
 from worker.messages import Cancel, Generate, Leg, LegEnded, Prefill, Stop
-from worker.prefix_source import PrefixSource
 from worker.requests import LegRecord, LegState
+from worker.served_pulls import ServedPulls
 
 DEADLINE = Ending("failed", "deadline", "the deadline of the request has passed")
 
@@ -40,7 +40,7 @@ class Intake:
     desk: Desk
     context: ContextRole
     generation: GenerationRole
-    prefixes: PrefixSource
+    served: ServedPulls
     bounds: Bounds
 
     def command(self, connection: int, message: Command) -> None:
@@ -71,7 +71,7 @@ class Intake:
             case ChunkReceived():
                 pass  # the handoff says that every page is in; nothing starts before it
             case PullReceived():
-                self.prefixes.pull_received(event)
+                self.served.pull_received(event)
             case PrefixFoundReceived():
                 self.context.pulls.found(event)
             case HandoffReceived() if event.request_id in self.context.pulls:
@@ -223,8 +223,8 @@ class Intake:
         self.context.forget_grant(event.request_id)
         if event.request_id in self.context.pulls:
             self.context.pulls.ended(event)
-        if event.request_id in self.prefixes:
-            self.prefixes.ended(event)
+        if event.request_id in self.served:
+            self.served.ended(event)
         for leg in desk.legs.of(event.request_id):
             if not leg.uses_transfer:
                 continue

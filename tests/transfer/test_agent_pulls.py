@@ -303,3 +303,13 @@ async def test_ranks_of_a_source_that_disagree_fail_the_pull(declining: int) -> 
         (end,) = puller.engine.of(SessionEnded, REQUEST)
         assert end.outcome is Outcome.FAILED
         assert not puller.engine.of(PrefixFoundReceived, REQUEST)
+
+
+async def test_a_source_that_does_not_fit_is_refused_with_the_reason(world: World) -> None:
+    other = await start_node("other", world.network.transport("c"), NodeFacts(tokens_per_block=32))
+    world.left.agent.pull("p", (other.address,), PREFIX, 1, 20_000)
+    end = await world.left.engine.expect(SessionEnded, "p")
+    assert end.outcome is Outcome.FAILED
+    assert "tokens_per_block" in end.reason
+    assert not other.engine.events
+    await other.agent.close()

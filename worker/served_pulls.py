@@ -14,7 +14,7 @@ from worker.desk import Desk
 from worker.prefixes import PullLimits, open_whole_blocks
 
 
-class PrefixSource:
+class ServedPulls:
     """Pulls that this worker serves."""
 
     def __init__(self, desk: Desk, limits: PullLimits) -> None:
