@@ -109,8 +109,8 @@ class GrantsOut:
             names = ", ".join(str(pair.peer.rank_id) for pair in lost)
             self._fail_dial(order, f"{names}: lost while other ranks were dialled", "connect")
             return
-        self._dialling.pop(order.request_id, None)
-        self._start(order, pairs)
+        if self._dialled(order):
+            self._start(order, pairs)
 
     async def _pair_with(self, rank: PeerAddress) -> Pair:
         try:
@@ -119,8 +119,15 @@ class GrantsOut:
             raise HandshakeError(f"{rank.rank_id}: {error}") from error
 
     def _fail_dial(self, order: Order, reason: str, kind: str) -> None:
-        self._dialling.pop(order.request_id, None)
-        self._unstarted(order.request_id, Outcome.FAILED, reason, kind)
+        if self._dialled(order):
+            self._unstarted(order.request_id, Outcome.FAILED, reason, kind)
+
+    def _dialled(self, order: Order) -> bool:
+        """The dialling is over; False when it was stopped, and its end told, before it noticed."""
+        if self._dialling.get(order.request_id) is not asyncio.current_task():
+            return False
+        del self._dialling[order.request_id]
+        return True
 
     def _start(self, order: Order, pairs: Sequence[Pair]) -> None:
         try:

@@ -72,12 +72,6 @@ def thaw(node: RankNode) -> None:
     node.transport.frozen = False
 
 
-def kill(node: RankNode) -> None:
-    """What SIGKILL shows to others."""
-    assert isinstance(node.transport, InProcessTransport)
-    node.transport.network.kill(node.transport)
-
-
 async def outcomes(nodes: list[RankNode]) -> list[Outcome]:
     return [(await node.engine.expect(SessionEnded, REQUEST)).outcome for node in nodes]
 
@@ -94,7 +88,7 @@ async def under_way(both: Instances) -> None:
 async def test_one_of_two_senders_dies(fan_in: Instances) -> None:
     freeze(fan_in.contexts[1])
     await under_way(fan_in)
-    kill(fan_in.contexts[1])
+    fan_in.contexts[1].kill()
     (generation,) = fan_in.generations
     assert await outcomes([generation]) == [Outcome.FAILED]
     # The other sender is told, and its pages go home.
@@ -127,7 +121,7 @@ async def test_a_lease_is_in_doubt_for_one_sender_and_over_for_the_other() -> No
         await under_way(both)
         # The receives of the frozen sender are matched: it has told its chunk.
         await both.contexts[0].leases_over()
-        kill(both.contexts[1])
+        both.contexts[1].kill()
         await generation.engine.expect(LeaseInDoubt, REQUEST)
         assert await outcomes([generation]) == [Outcome.FAILED]
         await both.contexts[0].engine.expect(SessionEnded, REQUEST)
@@ -180,6 +174,18 @@ async def test_cancelled_while_ranks_are_dialled(square: Instances, turns: int) 
     end = await node.engine.expect(SessionEnded, REQUEST)
     assert (end.outcome, end.reason) == (Outcome.CANCELLED, "gone")
     assert node.agent.counters.sessions_in_flight == 0
+
+
+@pytest.mark.parametrize("turns", range(0, 24, 3))
+async def test_closed_while_ranks_are_dialled(square: Instances, turns: int) -> None:
+    node = square.generations[0]
+    square.grant([node])
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await node.agent.close()
+    (end,) = node.engine.of(SessionEnded, REQUEST)
+    assert end.outcome is not Outcome.SUCCEEDED
+    assert end.reason == "this worker is stopping"
 
 
 async def test_cancelled_while_one_rank_is_connected_and_another_does_not_answer(
