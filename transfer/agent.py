@@ -78,8 +78,9 @@ class TransferAgent(PairOwner):
         dp_group(instance, rank_info.shape.dp_rank)
         if rank_info.rank_id not in {rank.rank_id for rank in instance}:
             raise ValueError(f"expected {rank_info.rank_id} among the ranks of its own instance")
-        can_stage = memory.staging is not None
-        self._info = rank_info.model_copy(update={"can_stage": can_stage})
+        staging = memory.staging
+        told = {} if staging is None else {"staging_message_bytes": staging.message_bytes}
+        self._info = rank_info.model_copy(update={"can_stage": staging is not None, **told})
         self._instance = tuple(instance)
         self._transport = transport
         self._memory = memory

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Final, Protocol, assert_never
 
 from transfer.agent_counters import TransferCounters
@@ -219,10 +220,15 @@ class Pair:
         self._losing = self._loop.create_task(self._lose(reason))
 
     def peer_dead(self) -> None:
-        """The peer's process is known dead, or has said that it is through with this pair."""
+        """The peer's process is known dead, or has said that it is through with this pair. Its
+        sessions hear of it when no pass touches their pages any more.
+        """
+        self._posts.when_still(self._tell_death)
+
+    def _tell_death(self) -> None:
+        self._posts.peer_dead()
         for session in self.sessions:
             self.drive(session, PeerDied())
-        self._posts.peer_dead()
 
     async def _lose(self, reason: str) -> None:
         if not self.bound.done():
@@ -234,6 +240,12 @@ class Pair:
         try:
             if self._endpoint is not None:
                 await self._transport.close_endpoint(self._endpoint)
+        finally:
+            # A session whose peer is dead gives its pages back at once.
+            self._posts.when_still(partial(self._tear_down, reason))
+
+    def _tear_down(self, reason: str) -> None:
+        try:
             self._tell_loss(reason)
         finally:
             self.torn_down.set()

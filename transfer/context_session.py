@@ -51,7 +51,7 @@ from transfer.session_events import (
     PostEnded,
     ShipRequested,
 )
-from transfer.staged_cut import staged_lengths, staged_pieces
+from transfer.staged_cut import staged_lengths, staged_messages, staged_pieces
 from transfer.wire import FrameError, pack_ints, unpack_ints
 
 
@@ -216,8 +216,9 @@ class ContextSession(Session):
             lengths = run_lengths(sources, held[held >= 0])
             staged = self._stages(group, len(lengths), len(sources))
             if staged:
-                lengths = staged_lengths(len(sources), group.block_bytes)
-                pieces.extend(staged_pieces(index, sources, lengths, group.block_bytes))
+                sizes = (group.block_bytes, self._plan.message_bytes)
+                lengths = staged_lengths(len(sources), *sizes)
+                pieces.extend(staged_pieces(index, sources, lengths, *sizes))
             else:
                 pieces.extend(whole_pieces(group.sender, sources, lengths))
             runs.append(
@@ -232,8 +233,11 @@ class ContextSession(Session):
         """Whether these blocks of a group pass through staging: they must, or it pays."""
         if not group.direct:
             return True
+        if not self._plan.stages:
+            return False
         messages = runs * len(group.sender.slot_bytes)
-        return self._plan.stages and staging_pays(messages, blocks, group.block_bytes, self._costs)
+        staged = staged_messages(blocks, group.block_bytes, self._plan.message_bytes)
+        return staging_pays(messages, staged, blocks * group.block_bytes, self._costs)
 
     def _on_late_ship(self, event: ShipRequested) -> None:
         self._report(LeaseEnded(self.request_id, event.blocks.lease))

@@ -23,7 +23,7 @@ Slots = npt.NDArray[np.int32]
 Units = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class CopySide:
     """One end of a part: the pool, its slots in units, and which units of a slot are copied."""
 
@@ -87,8 +87,19 @@ class PageCopies(Protocol[ArrayT]):
 
     ``pools`` are the pools of one pool group, each uint8 ``[slots, slot bytes]``; ``slots`` are
     int32 ``[blocks]``; ``message`` is uint8 ``[blocks * block_bytes]``. Both raise ValueError for
-    shapes that do not fit and for slots that are not there, before a byte is written.
+    shapes that do not fit and for slots that are not there, before a byte is written; the checks
+    can be had by themselves.
     """
+
+    def check_gather(
+        self, plan: CopyPlan, pools: Sequence[ArrayT], slots: Slots, message: ArrayT
+    ) -> None:
+        """Raise ValueError for what :meth:`gather` refuses."""
+
+    def check_scatter(
+        self, plan: CopyPlan, message: ArrayT, pools: Sequence[ArrayT], slots: Slots
+    ) -> None:
+        """Raise ValueError for what :meth:`scatter` refuses."""
 
     def gather(
         self, plan: CopyPlan, pools: Sequence[ArrayT], slots: Slots, message: ArrayT

@@ -232,7 +232,7 @@ class GenerationSession(Session):
         if not runs.staged and not group.direct:
             raise ValueError("whole slots were sent where layouts differ")
         if runs.staged:
-            return staged_pieces(index, slots, lengths, group.block_bytes)
+            return staged_pieces(index, slots, lengths, group.block_bytes, self._plan.message_bytes)
         return whole_pieces(group.receiver, slots, lengths)
 
     def _on_post_ended(self, event: PostEnded) -> None:

@@ -168,8 +168,8 @@ class GroupRuns(Message):
     consecutive within a run.
     """
     staged: bool = False
-    """Whether each run is gathered into one message, of at most ``STAGING_MESSAGE_BYTES`` unless it
-    is one block. Otherwise whole slots move, one message a run and pool.
+    """Whether each run is gathered into one message, of at most the plan's ``message_bytes`` unless
+    it is one block. Otherwise whole slots move, one message a run and pool.
     """
 
 

@@ -171,6 +171,7 @@ class WorkerProcess:
     async def _start_agent(self, core: RankCore) -> tuple[TransferAgent, PeerAddress]:
         config = self._config
         device = core.loaded.device
+        memory = StoragePages(core.storage)
         info = rank_info(
             core.loaded,
             core.plan,
@@ -187,12 +188,13 @@ class WorkerProcess:
                 require_transport=config.require_transport,
                 cuda_device=device.index if device.type == "cuda" else None,
             ),
-            memory=StoragePages(core.storage),
+            memory=memory,
             config=AgentConfig(
                 host=config.host,
                 cluster_token=config.cluster_token,
                 control_port=config.control_port,
                 limits=TransferLimits(floor_ms=config.transfer_timeout_ms),
+                costs=memory.costs,
             ),
             deliver=self._inbox.put,
         )

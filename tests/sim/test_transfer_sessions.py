@@ -10,7 +10,7 @@ import pytest
 from tests.sim.transfer_network import Weather
 from tests.sim.transfer_pages import FRAGMENTED, MIXED, WHOLE, Terrain
 from tests.sim.transfer_world import CONTEXT, GENERATION, Rank, Script, World
-from transfer import staged_cut, staging_buffers
+from transfer import staging_buffers
 from transfer.outcome import Outcome
 from transfer.session import Session, SessionState
 
@@ -23,7 +23,6 @@ TERRAINS = {"whole": WHOLE, "fragmented": FRAGMENTED, "mixed": MIXED}
 def terrain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Terrain:
     """Where something is staged, it has to wait for one of two small buffers."""
     monkeypatch.setattr(staging_buffers, "STAGING_BUFFERS", 2)
-    monkeypatch.setattr(staged_cut, "STAGING_MESSAGE_BYTES", 2 * 80)
     return TERRAINS[request.param]
 
 

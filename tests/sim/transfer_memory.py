@@ -13,6 +13,7 @@ from tests.sim.transfer_pages import PLAN, Pages, Place, Value
 from transfer.copy_plan import CopyPlan, Slots
 from transfer.outcome import PostStatus
 from transfer.page_staging import PageStaging
+from transfer.passes import PassOver
 from transfer.transport import Completion, Ended, Endpoint, Lost, PageMemory, PostedRequest
 
 
@@ -21,6 +22,8 @@ class Buffer:
 
     posted: int = 0
     """Requests over it that have not ended."""
+    in_pass: bool = False
+    """A pass reads or writes it."""
     lost: bool = False
     """A request over it was LOST: the peer may touch it for ever."""
 
@@ -77,11 +80,19 @@ class Message(Buffer):
 
 
 class SimStaging(PageStaging):
-    """Gathers and scatters values."""
+    """Gathers and scatters values. ``later`` calls back when a pass has taken its time: then it
+    touches what it touches, and nobody may have taken that meanwhile.
+    """
 
-    def __init__(self, pages: Pages) -> None:
+    def __init__(self, pages: Pages, later: Callable[[Callable[[], None]], None]) -> None:
         self._pages = pages
+        self._later = later
         self.messages: list[Message] = []
+
+    @property
+    @override
+    def message_bytes(self) -> int:
+        return PLAN.message_bytes
 
     @override
     def message(self, size_bytes: int) -> Message:
@@ -89,14 +100,31 @@ class SimStaging(PageStaging):
         return self.messages[-1]
 
     @override
-    def gather(self, plan: CopyPlan, pool_group: int, slots: Slots, message: Message) -> None:
-        message.check_free()
-        message.values = PageRun(self._pages, _places(pool_group, slots)).read()
+    def gather(
+        self, plan: CopyPlan, pool_group: int, slots: Slots, message: Message, over: PassOver
+    ) -> None:
+        run = PageRun(self._pages, _places(pool_group, slots))
+        self._pass(message, lambda: message.write(run.read()), over)
 
     @override
-    def scatter(self, plan: CopyPlan, message: Message, pool_group: int, slots: Slots) -> None:
+    def scatter(
+        self, plan: CopyPlan, message: Message, pool_group: int, slots: Slots, over: PassOver
+    ) -> None:
+        run = PageRun(self._pages, _places(pool_group, slots))
+        self._pass(message, lambda: run.write(message.read()), over)
+
+    def _pass(self, message: Message, copy: Callable[[], None], over: PassOver) -> None:
+        assert not message.in_pass, "two passes share a staging buffer"
         message.check_free()
-        PageRun(self._pages, _places(pool_group, slots)).write(message.values)
+        message.in_pass = True
+
+        def finish() -> None:
+            message.check_free()
+            message.in_pass = False
+            copy()
+            over("")
+
+        self._later(finish)
 
 
 def _places(pool_group: int, slots: Slots) -> list[Place]:
@@ -107,9 +135,9 @@ def _places(pool_group: int, slots: Slots) -> list[Place]:
 class SimMemory(PageMemory):
     """Pages of one rank."""
 
-    def __init__(self, pages: Pages) -> None:
+    def __init__(self, pages: Pages, later: Callable[[Callable[[], None]], None]) -> None:
         self._pages = pages
-        self._staging = SimStaging(pages)
+        self._staging = SimStaging(pages, later)
 
     @property
     @override
@@ -167,6 +195,7 @@ class SimEndpoint(Endpoint):
 
     def _post(self, buffer: object, tag: int, ended: Ended) -> PostedRequest:
         assert isinstance(buffer, Buffer)
+        assert not buffer.in_pass, "a staging buffer was posted in the middle of a pass"
         buffer.posted += 1
 
         def finish(status: PostStatus) -> None:

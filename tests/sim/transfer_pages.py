@@ -31,11 +31,13 @@ def _halves_change_places(group: GroupPlan) -> GroupPlan:
     )
 
 
-PLAN = TransferPlan((_group(0, (64, 16)), _group(1, (32,))))
-"""Group 0: full attention, two pools. Group 1: the last WINDOW_BLOCKS blocks are wanted."""
+PLAN = TransferPlan((_group(0, (64, 16)), _group(1, (32,))), message_bytes=2 * 80)
+"""Group 0: full attention, two pools. Group 1: the last WINDOW_BLOCKS blocks are wanted. A staged
+message takes two blocks of group 0.
+"""
 STAGING_PLAN = replace(PLAN, stages=True)
 """Both memories can stage."""
-MIXED_PLAN = TransferPlan((_halves_change_places(PLAN.groups[0]), PLAN.groups[1]), stages=True)
+MIXED_PLAN = replace(STAGING_PLAN, groups=(_halves_change_places(PLAN.groups[0]), PLAN.groups[1]))
 """Layouts of group 0 differ."""
 
 
@@ -47,12 +49,14 @@ class Terrain:
     costs: TransferCosts = field(default_factory=TransferCosts)
     stride: int = 1
     """Slots are taken in this stride, which has no factor in common with their number."""
+    pass_ms: int = 0
+    """A gather or scatter takes up to so long, as on a device; with 0 it is over at once."""
 
 
 DEAR_MESSAGES = TransferCosts(message_us=1e6)
 WHOLE = Terrain()
 FRAGMENTED = Terrain(STAGING_PLAN, DEAR_MESSAGES, stride=7)
-MIXED = Terrain(MIXED_PLAN, stride=5)
+MIXED = Terrain(MIXED_PLAN, stride=5, pass_ms=40)
 
 
 class Pages:

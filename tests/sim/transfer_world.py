@@ -130,12 +130,15 @@ class World:
         for session in tuple(peer.sessions.values()):
             if session.peer == dead.incarnation:
                 peer.links[session.session].close(peer.side, "peer died")
-        for session in tuple(peer.sessions.values()):
-            if session.peer == dead.incarnation:
-                self._handle(peer, session, PeerDied())
-        for link, posts in peer.posts.items():
+        for link, posts in tuple(peer.posts.items()):
             if dead in link.ranks:
-                posts.peer_dead()
+                posts.when_still(partial(self._end_doubts, peer, link))
+
+    def _end_doubts(self, rank: Rank, link: Link) -> None:
+        rank.posts[link].peer_dead()
+        for session in tuple(rank.sessions.values()):
+            if rank.links[session.session] is link:
+                self._handle(rank, session, PeerDied())
 
     def drop_links(self, rank: Rank) -> None:
         """Every connection of the rank breaks; each end notices on its own."""
@@ -348,6 +351,9 @@ class World:
             self._handle(rank, session, PostEnded(post.id, end.status))
 
     def _lost(self, rank: Rank, peer: Rank, link: Link, reason: str) -> None:
+        rank.posts[link].when_still(partial(self._tell_loss, rank, peer, link, reason))
+
+    def _tell_loss(self, rank: Rank, peer: Rank, link: Link, reason: str) -> None:
         known = not peer.alive and self.deaths_are_known and self.rng.random() < 0.5
         for session in tuple(rank.sessions.values()):
             if rank.links[session.session] is link:
@@ -385,13 +391,19 @@ class World:
 
         posts = PairPosts(
             plan=self.terrain.plan,
-            memory=SimMemory(rank.pages),
+            memory=SimMemory(rank.pages, partial(self._pass, rank)),
             counters=TransferCounters(),
             schedule=Schedule(lambda: self.clock.now_ms / 1000, soon),
             over=partial(self._post_over, rank),
         )
         posts.bind(SimEndpoint(link, rank.side, partial(self._run, rank)))
         return posts
+
+    def _pass(self, rank: Rank, touch: Callable[[], None]) -> None:
+        if self.terrain.pass_ms:
+            self._later(rank, self.terrain.pass_ms, touch)
+        else:
+            touch()
 
     def _deliverer(self, rank: Rank, peer: Rank, link: Link) -> Callable[[SessionMessage], None]:
         def deliver(message: SessionMessage) -> None:

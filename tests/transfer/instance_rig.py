@@ -33,6 +33,7 @@ from transfer.inprocess import InProcessTransport, Network
 from transfer.lease import TransferLease
 from transfer.outcome import Outcome
 from transfer.page_staging import HostStaging, PageStaging
+from transfer.passes import AtOnce
 from transfer.plan import TransferPlan
 from transfer.rank_info import PageGroup, RankInfo
 from transfer.transport import PageMemory, Transport
@@ -46,7 +47,7 @@ class PoolMemory(PageMemory):
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
-        self._staging = HostStaging(pools)
+        self._staging = HostStaging(pools, AtOnce())
 
     @property
     @override
