@@ -44,6 +44,8 @@ class TransferCounters:
     sessions_in_flight: int = 0
     """Sessions whose outcome is open or whose pages may still be touched."""
     leases_in_doubt: int = 0
+    staged_bytes_total: int = 0
+    """Page bytes gathered or scattered here."""
     staging_bytes_in_doubt: int = 0
     """Staging buffers that a lost peer may still reach."""
     failures: Counter[str] = field(default_factory=Counter)

@@ -32,6 +32,11 @@ class CopySide:
     units: Units
     """int64, in the order of the message."""
 
+    @property
+    def whole(self) -> bool:
+        """Whether slots are copied as they are."""
+        return np.array_equal(self.units, np.arange(self.slot_units))
+
     def rows(self, slots: Slots) -> Units:
         """Units of the whole pool, ``[blocks * units]`` int64, in the order of the message."""
         starts = slots.astype(np.int64) * self.slot_units
@@ -67,6 +72,18 @@ class CopyPlan:
         for piece in group.fragments:
             found.setdefault((piece.sender_pool, piece.receiver_pool), []).append(piece)
         return cls(tuple(_part(group, found[pools]) for pools in sorted(found)))
+
+    @property
+    def sender_pool(self) -> int | None:
+        """The pool whose slots, one after the other, are the message; None where none is."""
+        sides = [part.sender for part in self.parts]
+        return sides[0].pool if len(sides) == 1 and sides[0].whole else None
+
+    @property
+    def receiver_pool(self) -> int | None:
+        """The same of the receiver."""
+        sides = [part.receiver for part in self.parts]
+        return sides[0].pool if len(sides) == 1 and sides[0].whole else None
 
     @property
     def block_bytes(self) -> int:

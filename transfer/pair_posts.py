@@ -30,7 +30,7 @@ from transfer.agent_counters import BusyClock, TransferCounters
 from transfer.outcome import PostStatus
 from transfer.pair_staging import PairStaging
 from transfer.plan import TransferPlan
-from transfer.region import Post, Region, Staged
+from transfer.region import Piece, Post, Region, Staged
 from transfer.session import Session
 from transfer.session_commands import PostReceives, PostSends
 from transfer.transport import Completion, Endpoint, PageMemory
@@ -159,7 +159,7 @@ class PairPosts:
             if endpoint is None or not endpoint.alive:
                 return
             entry = self._queue[0]
-            piece = entry.post.region
+            piece = self._as_it_lies(entry)
             if isinstance(piece, Region):
                 if self._gathers:
                     return
@@ -182,6 +182,17 @@ class PairPosts:
             else:
                 self._make_staged_receive(endpoint, self._staging, entry, piece, buffer)
 
+    def _as_it_lies(self, entry: _Queued) -> Piece:
+        """What is posted; a piece that this end need not copy is a region here, staged or not at
+        the other.
+        """
+        piece = entry.post.region
+        if isinstance(piece, Region) or self._staging is None:
+            return piece
+        if entry.sends:
+            return self._staging.sent_from(piece) or piece
+        return self._staging.received_into(piece) or piece
+
     def _make_whole(self, endpoint: Endpoint, entry: _Queued, region: Region) -> None:
         buffer = self._memory.region(
             region.pool_group, region.pool, region.first_slot, region.num_slots
@@ -193,7 +204,7 @@ class PairPosts:
 
         def over(failure: str) -> None:
             gather.failure = failure
-            self._passes -= 1
+            self._end_pass(entry, failure)
             self._post_gathered(staging)
             self._after_pass()
 
@@ -256,7 +267,7 @@ class PairPosts:
 
         def over(failure: str) -> None:
             staging.buffers.give_back(buffer)
-            self._passes -= 1
+            self._end_pass(entry, failure)
             status = PostStatus.REVOKED if failure else PostStatus.DONE
             self._over(entry.session, entry.post, Completion(status, failure))
             self._after_pass()
@@ -279,6 +290,11 @@ class PairPosts:
     def _begin_pass(self) -> None:
         self._passes += 1
         self.quiet.clear()
+
+    def _end_pass(self, entry: _Queued, failure: str) -> None:
+        self._passes -= 1
+        if not failure:
+            self._counters.staged_bytes_total += entry.post.size_bytes
 
     def _after_pass(self) -> None:
         if not self._passes:

@@ -171,7 +171,6 @@ class WorkerProcess:
     async def _start_agent(self, core: RankCore) -> tuple[TransferAgent, PeerAddress]:
         config = self._config
         device = core.loaded.device
-        memory = StoragePages(core.storage)
         info = rank_info(
             core.loaded,
             core.plan,
@@ -179,6 +178,7 @@ class WorkerProcess:
             model_name=config.model_name,
             incarnation=config.incarnation,
         )
+        memory = StoragePages(core.storage)
         agent = TransferAgent(
             rank_info=info,
             instance=(info,),

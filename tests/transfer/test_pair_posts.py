@@ -192,7 +192,10 @@ def whole(first_slot: int) -> Region:
 
 
 def posts_of(pieces: tuple[Piece, ...]) -> tuple[Post, ...]:
-    sizes = [len(p.slots) * BLOCK_BYTES if isinstance(p, Staged) else 32 for p in pieces]
+    sizes = [
+        len(p.slots) * MIXED_PLAN.groups[p.group].block_bytes if isinstance(p, Staged) else 32
+        for p in pieces
+    ]
     return tuple(
         Post(number, piece, size)
         for number, (piece, size) in enumerate(zip(pieces, sizes, strict=True))
