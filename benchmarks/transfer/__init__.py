@@ -17,7 +17,7 @@ long as it travels; what is left behind the last chunk, over the time of all of 
 
 Bytes are compared in a round of their own. Streams share slots where the pools, as large as the
 longest prompt, cannot hold them apart (``apart`` in the result). A run on a CPU is void, and exits
-with 1, when a raw message from 8k tokens on was under 2 GB/s; one with a connection that is not over
-shared memory (or CUDA IPC) fails at once. The longest prompts are not measured beside a prefill
-unless ``--beside-prefill`` names them.
+with 1, when a raw message from 8k tokens on was under 2 GB/s; a run with a connection that is not
+over shared memory (or CUDA IPC) fails at once. The longest prompts are not measured beside a
+prefill unless ``--beside-prefill`` names them.
 """
