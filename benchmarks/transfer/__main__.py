@@ -24,6 +24,7 @@ from benchmarks.transfer.report import (
     PipelineResult,
     case_line,
     missed_goals,
+    most_last_chunk,
     pipeline_line,
     void_reasons,
 )
@@ -112,6 +113,7 @@ def check_lanes(device: str, lanes: Iterable[str]) -> None:
 def summary(args: argparse.Namespace, found: Measurement) -> dict[str, Any]:
     """The JSON line without its surroundings."""
     on_device = args.device != "cpu"
+    last_chunk = most_last_chunk(args.device, args.gpus)
     quiet = [
         entry for result in found.results for entry in result.rounds if not result.case.prefill
     ]
@@ -123,14 +125,16 @@ def summary(args: argparse.Namespace, found: Measurement) -> dict[str, Any]:
         "pipelining": [pipeline.fields() for pipeline in found.pipelines],
         "main_lanes": sorted(found.lanes),
         "void": list(void_reasons(args.device, found.results)),
-        "missed": list(missed_goals(found.results, found.pipelines)),
+        "missed": list(missed_goals(found.results, found.pipelines, last_chunk)),
     }
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.transfer",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs that the ranks take in turn")

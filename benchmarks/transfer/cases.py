@@ -133,10 +133,11 @@ def cases(
 
 
 def rounds_of(case: Case, size_bytes: int, *, most: int, most_bytes: float) -> int:
-    """At least one, at most ``most`` (fewer beside a prefill), and no more bytes than
-    ``most_bytes`` where one round has less.
+    """At least one, at most ``most``, and no more bytes than ``most_bytes`` where one round has
+    less; beside a prefill fewer.
     """
-    most = min(most, PREFILL_ROUNDS) if case.prefill else most
+    if case.prefill:
+        most, most_bytes = min(most, PREFILL_ROUNDS), most_bytes / 2
     return max(1, min(most, int(most_bytes // size_bytes)))
 
 

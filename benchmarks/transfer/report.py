@@ -13,6 +13,7 @@ MOST_BOUND_RATIO: Final = 1.15
 LEAST_EFFICIENCY: Final = 0.9
 LEAST_RAW_GB_S: Final = 2.0
 MOST_LAST_CHUNK: Final = 0.25
+MOST_LAST_CHUNK_GPUS: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +150,23 @@ def void_reasons(device: str, results: Sequence[CaseResult]) -> Iterator[str]:
             )
 
 
+def most_last_chunk(device: str, gpus: int) -> float | None:
+    """Largest share of a last chunk; None where nothing is asked: two processes on one GPU are
+    served in turns.
+    """
+    if device == "cpu":
+        return MOST_LAST_CHUNK
+    return MOST_LAST_CHUNK_GPUS if gpus > 1 else None
+
+
 def missed_goals(
-    results: Sequence[CaseResult], pipelines: Sequence[PipelineResult]
+    results: Sequence[CaseResult], pipelines: Sequence[PipelineResult], last_chunk: float | None
 ) -> Iterator[str]:
-    """Goals of quiet cases and of pipelining that were not reached."""
+    """Goals of quiet cases and of pipelining that were not reached; ``last_chunk`` is that of
+    :func:`most_last_chunk`.
+    """
+    if last_chunk is None:
+        return
     for result in results:
         if result.case.prefill or result.case.tokens < GOAL_TOKENS:
             continue
@@ -162,12 +176,12 @@ def missed_goals(
         if direct and result.efficiency < LEAST_EFFICIENCY:
             yield f"{result.case}: efficiency {result.efficiency:.2f} < {LEAST_EFFICIENCY}"
     for pipeline in pipelines:
-        # A chunk of a quarter of the prompt or more cannot take less than that of its time.
-        smaller = pipeline.chunk_tokens < MOST_LAST_CHUNK * pipeline.tokens
-        if smaller and pipeline.share >= MOST_LAST_CHUNK:
+        # A chunk of so much of the prompt cannot take less than that of its time.
+        smaller = pipeline.chunk_tokens < last_chunk * pipeline.tokens
+        if smaller and pipeline.share >= last_chunk:
             yield (
                 f"chunks of {pipeline.chunk_tokens} tokens, tp {pipeline.tp}: the last takes "
-                f"{pipeline.share:.2f} of the whole >= {MOST_LAST_CHUNK}"
+                f"{pipeline.share:.2f} of the whole >= {last_chunk}"
             )
 
 

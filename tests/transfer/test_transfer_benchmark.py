@@ -30,6 +30,7 @@ from benchmarks.transfer.report import (
     PipelineResult,
     Round,
     missed_goals,
+    most_last_chunk,
     void_reasons,
 )
 from kvcache_core.storage import TorchStorage
@@ -86,22 +87,33 @@ def test_a_slow_raw_message_voids_a_quiet_run_on_a_cpu(
 
 def test_goals_hold_for_long_quiet_cases() -> None:
     slow = (1.0, 1.2)
-    both = list(missed_goals([result(Case(GOAL_TOKENS, EQUAL, 1), slow)], []))
+    both = list(missed_goals([result(Case(GOAL_TOKENS, EQUAL, 1), slow)], [], 0.25))
     assert ["bound ratio" in text for text in both] == [True, False]
     assert "efficiency" in both[1]
     # Where layouts differ passes have to be made.
-    assert not list(missed_goals([result(Case(GOAL_TOKENS, UNEQUAL, 1), slow, passes=1.0)], []))
+    assert not list(
+        missed_goals([result(Case(GOAL_TOKENS, UNEQUAL, 1), slow, passes=1.0)], [], 0.25)
+    )
     for case in (Case(GOAL_TOKENS, EQUAL, 1, prefill=True), Case(1024, EQUAL, 1)):
-        assert not list(missed_goals([result(case, slow)], []))
+        assert not list(missed_goals([result(case, slow)], [], 0.25))
 
 
 def test_the_last_chunk_has_a_share_of_the_whole() -> None:
     late = PipelineResult(8192, "1->1", 512, (1.0, 2.0, 1.0), (0.3, 0.2, 0.3))
     assert late.share == pytest.approx(0.3)
-    assert len(list(missed_goals([], [late]))) == 1
-    assert not list(missed_goals([], [PipelineResult(8192, "1->1", 512, (1.0,), (0.24,))]))
+    assert len(list(missed_goals([], [late], 0.25))) == 1
+    assert not list(missed_goals([], [PipelineResult(8192, "1->1", 512, (1.0,), (0.24,))], 0.25))
     # Nor is a chunk asked to travel faster than all of them.
-    assert not list(missed_goals([], [PipelineResult(8192, "1->1", 2048, (1.0,), (0.3,))]))
+    assert not list(missed_goals([], [PipelineResult(8192, "1->1", 2048, (1.0,), (0.3,))], 0.25))
+
+
+def test_goals_depend_on_what_the_ranks_run_on() -> None:
+    bad = [result(Case(GOAL_TOKENS, EQUAL, 1), (1.0, 9.0))]
+    late = [PipelineResult(8192, "1->1", 512, (1.0,), (0.2,))]
+    assert most_last_chunk("cuda", 1) is None
+    assert not list(missed_goals(bad, late, most_last_chunk("cuda", 1)))
+    assert len(list(missed_goals(bad, late, most_last_chunk("cuda", 2)))) == 3
+    assert len(list(missed_goals(bad, late, most_last_chunk("cpu", 1)))) == 2
 
 
 def test_a_connection_over_tcp_ends_the_run() -> None:
@@ -131,6 +143,7 @@ def test_rounds_are_as_many_as_their_bytes_allow() -> None:
     assert found == [5, 5, 4, 2, 2, 1, 1]
     assert rounds_of(beside, 1, most=5, most_bytes=20.0) == 3
     assert rounds_of(beside, 1, most=2, most_bytes=20.0) == 2
+    assert rounds_of(beside, 5, most=5, most_bytes=20.0) == 2
 
 
 @pytest.mark.parametrize("pool_blocks", [12, 13])
