@@ -85,7 +85,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class GivePages:
-    """Give a session its part of the pages last given, or answer with ``PagesRefused``."""
+    """Give a session its part of these pages, or answer with ``PagesRefused``."""
 
     session: str
     lease: TransferLease

@@ -280,12 +280,13 @@ class Cluster:
     """By the name of the rank."""
 
 
-def numbered(pair: Geometry, name: str) -> list[list[RankInfo]]:
-    """All ranks of an instance, by dp group, with an incarnation and numbers of their own."""
+def numbered(pair: Geometry, incarnation: Incarnation) -> list[list[RankInfo]]:
+    """All ranks of the instance ``context`` or ``generation``, by dp group, numbered through."""
     side, ranks_of = (
-        (pair.sender, pair.senders) if name == "context" else (pair.receiver, pair.receivers)
+        (pair.sender, pair.senders)
+        if incarnation.instance == "context"
+        else (pair.receiver, pair.receivers)
     )
-    incarnation = Incarnation.mint(name)
     groups = [ranks_of(dp_rank) for dp_rank in range(side.dp)]
     return [
         [
@@ -306,10 +307,10 @@ async def instances(
     cluster = cluster or Cluster()
     sides: dict[str, list[RankNode]] = {}
     for name in ("context", "generation"):
-        groups = numbered(pair, name)
+        groups = numbered(pair, Incarnation.mint(name))
         instance = [info for group in groups for info in group]
         sides[name] = [
-            _node(info, instance, FilledPools(info, prompt_tokens, random), cluster)
+            rank_node(info, instance, FilledPools(info, prompt_tokens, random), cluster)
             for info in groups[-1]
         ]
     both = Instances(sides["context"], sides["generation"], prompt_tokens, pair.tokens_per_block)
@@ -325,9 +326,10 @@ async def instances(
         assert node.killed or node.agent.counters.sessions_in_flight == 0
 
 
-def _node(
+def rank_node(
     info: RankInfo, instance: list[RankInfo], pools: FilledPools, cluster: Cluster
 ) -> RankNode:
+    """An agent that is not started."""
     engine = Engine()
     transport = cluster.transport(str(info.rank_id))
     agent = TransferAgent(
