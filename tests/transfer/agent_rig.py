@@ -44,7 +44,7 @@ from transfer.rank_info import (
 from transfer.transport import PageMemory, Transport
 
 TOKEN = "the token of the cluster"
-WAIT_S = 10.0
+WAIT_S = 30.0
 GROUPS = {0: (4096, 1024), 1: (2048,)}
 """Slot bytes by layer group; group 1 keeps a window."""
 VIEWS = {0: 0, 1: 2}
