@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from typing_extensions import override
 
-from tests.sim.transfer_pages import MIXED_PLAN
 from tests.transfer.agent_rig import ArrayMemory
 from tests.transfer.sessions import context_at, generation_at
+from tests.transfer.small_plans import MIXED_PLAN
 from transfer.agent_counters import TransferCounters
 from transfer.outcome import PeerFate, PostStatus
 from transfer.pair_posts import PairPosts, Schedule
