@@ -99,7 +99,7 @@ def test_silence_ends_the_session_with_no_other_traffic(side: int) -> None:
 
     def stop(seen: Handled | Stray) -> None:
         if isinstance(seen, Handled) and seen.session.state is SessionState.SHIPPING:
-            stopped.process.pause(60_000)
+            world.silence(stopped, 60_000)
 
     world.watches.append(stop)
     with trial(world, "silence", ""):

@@ -12,7 +12,7 @@ from functools import partial
 from typing_extensions import override
 
 from kvcache_core.lease import PageLease
-from tests.sim.transfer_memory import Buffer, StampedMemory
+from tests.sim.transfer_memory import Buffer, Message, StampedMemory
 from tests.sim.transfer_network import Link, PostedEnd
 from tests.sim.transfer_process import CONTEXT, GENERATION, Process
 from transfer.agent_counters import TransferCounters
@@ -98,9 +98,10 @@ class SimRequest(PostedRequest):
 class SimEndpoint(Endpoint):
     """One end of a link."""
 
-    def __init__(self, link: Link, process: Process) -> None:
+    def __init__(self, link: Link, process: Process, doubted: Callable[[], None]) -> None:
         self._link = link
         self._process = process
+        self._doubted = doubted
 
     @property
     @override
@@ -129,7 +130,12 @@ class SimEndpoint(Endpoint):
         process = self._process
 
         def told(status: PostStatus) -> None:
-            process.run(lambda: ended(Completion(status)))
+            process.run(partial(tell, status))
+
+        def tell(status: PostStatus) -> None:
+            ended(Completion(status))
+            if status is PostStatus.LOST and isinstance(buffer, Message):
+                self._doubted()
 
         def touch(other: PostedEnd) -> None:
             if process.side == CONTEXT:
@@ -166,7 +172,7 @@ class SimPair:
             schedule=Schedule(lambda: self.process.clock.now_ms / 1000, self.process.soon),
             over=self._post_over,
         )
-        self.posts.bind(SimEndpoint(link, self.process))
+        self.posts.bind(SimEndpoint(link, self.process, self._check_buffer))
         self._told = False
         self._broken: list[tuple[Session, Post, Completion]] = []
 
@@ -256,6 +262,10 @@ class SimPair:
         waits = session.state not in (SessionState.DOUBT, SessionState.CLOSED)
         assert session.session in self.armed or not waits, "nothing is armed"
         assert session.session not in self.armed or not session.closed, "still armed"
+
+    def _check_buffer(self) -> None:
+        """A staging buffer that a living peer may reach is kept."""
+        assert self.peer in self.agent.dead or not self.posts.settled, "a buffer was let go"
 
     def _post_over(self, session: Session, post: Post, end: Completion) -> None:
         if end.status is not PostStatus.DONE and not self.open and not self._told:

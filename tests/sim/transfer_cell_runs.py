@@ -21,6 +21,7 @@ from tests.sim.transfer_cells import (
     Cell,
     Fault,
     Way,
+    death_at_once,
 )
 from tests.sim.transfer_network import Link
 from tests.sim.transfer_process import CONTEXT, GENERATION
@@ -42,6 +43,8 @@ LATER_MS: Final = 10
 SHORT_MS, LONG_MS = 100, 1_500
 """Less than sessions wait for their peer, and more."""
 STRETCH_MS: Final = (300, 300)
+BEGINS: Final = (SessionState.SHIPPING, SessionState.RECEIVING)
+"""The last variant comes when the first pages are about to move, not when they do."""
 DIES: Final = {Fault.CONTEXT_DIES: CONTEXT, Fault.GENERATION_DIES: GENERATION}
 
 
@@ -56,12 +59,16 @@ class CellRun:
         self.recipe = RECIPES[cell.moment]
         if self.fault is Fault.LATE:
             self.recipe = LATE_IN_DOUBT.get(cell.moment, self.recipe)
+        if variant == 2 and self.state in BEGINS:
+            self.recipe = replace(self.recipe, moving=False)
         weather, script = self.recipe.weather, self.recipe.script
         if self.fault is Fault.DUPLICATE:
             weather = replace(weather, copy_chance=1.0)
         if self.state is not SessionState.DOUBT and variant == 2:
             weather = replace(weather, remote_access=False)
         self.before = self._comes_before()
+        if variant == 1 and self.fault in DIES and self.state is not SessionState.DOUBT:
+            weather = death_at_once(weather)
         if self.way is Way.TOLD and self.fault is Fault.LATE and self.before:
             # Whatever is late must find the state that it was sent into.
             script = replace(
@@ -76,7 +83,8 @@ class CellRun:
         if self.state is SessionState.DOUBT:
             # Of pages that are staged only the buffer comes in doubt.
             terrain = WHOLE
-        self.world = World(1_000 * number + variant, terrain, weather)
+        hears_ms = (3, 12) if variant == 1 else (0, 0)
+        self.world = World(1_000 * number + variant, terrain, weather, hears_ms=hears_ms)
         self.world.watches += [self._watch, self._look]
         self.ranks = (self.world.contexts[0], self.world.generations[0])
         self.deeds_done = False

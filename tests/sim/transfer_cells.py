@@ -67,6 +67,7 @@ _WEATHER: Final = Weather(
     delay_ms=(2, 4),
     copy_delay_ms=(0, 60),
     move_ms=(20, 35),
+    finish_ms=(0, 30),
     notice_ms=(5, 40),
     death_told_ms=(50, 400),
 )
@@ -87,10 +88,12 @@ class Recipe:
 
 
 _QUICK: Final = replace(_SCRIPT, chunk_ms=(0, 0), chunk_blocks=8)
+_STREAM: Final = replace(_SCRIPT, chunk_blocks=1, chunk_ms=(5, 5), allocate_ms=(0, 0))
+"""Chunks cross whatever the receiver says."""
 _ENDS_EARLY: Final = replace(_SCRIPT, no_decode=True)
 _SLOW_MOVES: Final = replace(_WEATHER, move_ms=(60, 90))
 _COMPUTED: Final = replace(_QUICK, allocate_ms=(60, 60))
-_DOUBTS: Final = replace(_SLOW_MOVES, notice_ms=(5, 10), teardown_ms=(0, 10))
+_DOUBTS: Final = replace(_SLOW_MOVES, notice_ms=(5, 10), teardown_ms=(0, 10), endings_ms=(0, 10))
 _C, _G = CONTEXT, GENERATION
 
 RECIPES: Final[Mapping[Moment, Recipe]] = {
@@ -124,7 +127,7 @@ RECIPES: Final[Mapping[Moment, Recipe]] = {
     Moment(_G, Way.ASKED, UNKNOWN): Recipe(None),
     Moment(_G, Way.ASKED, S.GRANTED): Recipe(S.GRANTED),
     Moment(_G, Way.ASKED, S.ANNOUNCED): Recipe(S.ANNOUNCED),
-    Moment(_G, Way.ASKED, S.RECEIVING): Recipe(S.RECEIVING, moving=True),
+    Moment(_G, Way.ASKED, S.RECEIVING): Recipe(S.RECEIVING, moving=True, script=_STREAM),
     Moment(_G, Way.ASKED, S.COMPLETING): Recipe(S.COMPLETING, moving=True),
     Moment(_G, Way.ASKED, S.CLOSING): Recipe(
         S.CLOSING, moving=True, script=_ENDS_EARLY, weather=_SLOW_MOVES
@@ -149,7 +152,9 @@ RECIPES: Final[Mapping[Moment, Recipe]] = {
 }
 """Every moment that can come, and the way to it."""
 
-_GIVES_UP: Final = replace(_SLOW_MOVES, teardown_ms=(1_000, 1_000), remote_access=False)
+_GIVES_UP: Final = replace(
+    _SLOW_MOVES, teardown_ms=(1_000, 1_000), endings_ms=(1_000, 1_000), remote_access=False
+)
 """Requests end long after their session has given up waiting for them."""
 LATE_IN_DOUBT: Final[Mapping[Moment, Recipe]] = {
     Moment(_C, Way.ASKED, S.DOUBT): Recipe(
@@ -180,6 +185,17 @@ IMPOSSIBLE: Final[Mapping[tuple[Moment, Fault], str]] = {
     },
 }
 """Faults that cannot meet a moment."""
+
+
+def death_at_once(weather: Weather) -> Weather:
+    """A death is known before the requests that it broke are told as ended."""
+    return replace(
+        weather,
+        death_told_ms=(0, 20),
+        teardown_ms=(0, 5),
+        finish_ms=(20, 30),
+        endings_ms=(60, 90),
+    )
 
 
 class Cell(NamedTuple):

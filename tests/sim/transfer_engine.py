@@ -5,6 +5,7 @@ The order of calls is that of ``worker.context`` and ``worker.generation``.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -86,6 +87,7 @@ class SimEngine:
         memory: StampedMemory,
         agent: SimAgent,
         script_of: Callable[[str], Script],
+        hears_ms: tuple[int, int],
     ) -> None:
         self.process = process
         self.agent = agent
@@ -100,14 +102,27 @@ class SimEngine:
         self._script_of = script_of
         self._legs: dict[str, Leg] = {}
         self._attempts = 0
-        agent.deliver = self.take
+        self._hears_ms = hears_ms
+        self._inbox: deque[AgentEvent] = deque()
+        agent.deliver = self.hear
 
     def expect(self, request_id: str) -> None:
         """The front end asks for a request: this engine has a leg of it from now on."""
         self._open_leg(request_id)
 
-    def take(self, event: AgentEvent) -> None:
-        """What the transfer tells."""
+    def hear(self, event: AgentEvent) -> None:
+        """What the transfer tells; the engine takes it in a later turn, in order."""
+        if isinstance(event, LeaseEnded):
+            self.memory.check_over(_own(event.lease))
+        if isinstance(event, SessionEnded):
+            self._heard(event.request_id).ended_ms.append(self.process.clock.now_ms)
+        self._inbox.append(event)
+        self.process.later(self._hears_ms, self._take_next)
+
+    def _take_next(self) -> None:
+        self._take(self._inbox.popleft())
+
+    def _take(self, event: AgentEvent) -> None:
         match event:
             case GrantReceived(request_id=request_id):
                 leg = self._open_leg(request_id)
@@ -128,7 +143,7 @@ class SimEngine:
             case SessionEnded(request_id=request_id):
                 self._end(request_id, event)
             case LeaseEnded(lease=lease):
-                self._give_back(lease)
+                self._give_back(_own(lease))
             case LeaseInDoubt(lease=lease):
                 self.quarantines += 1
                 lease.quarantine()
@@ -143,11 +158,12 @@ class SimEngine:
         for usage in manager.usage():
             assert usage.available == usage.total, f"{self.process.name}: {usage}"
 
-    def check_doubt(self) -> set[str]:
-        """Every lease that is still out is in quarantine. Pages that it pins, as text."""
+    def check_doubt(self) -> None:
+        """Every lease that is still out is in quarantine, and for a reason."""
+        assert not self._inbox
         for lease in self.leases.values():
             assert lease.state is LeaseState.QUARANTINED, f"{self.process.name} leaks a lease"
-        return {str(lease.slots(lease.views[0])) for lease in self.leases.values()}
+            assert self.memory.is_doubtful(lease), "pages are in doubt that nobody can reach"
 
     # Context.
 
@@ -262,7 +278,6 @@ class SimEngine:
     def _end(self, request_id: str, event: SessionEnded) -> None:
         heard = self._heard(request_id)
         heard.ends.append(event)
-        heard.ended_ms.append(self.process.clock.now_ms)
         assert len(heard.ends) <= self.agent.started[request_id], f"{request_id} ended twice"
         leg = self._legs.get(request_id)
         if leg is None:
@@ -292,8 +307,7 @@ class SimEngine:
         self.leases[id(lease)] = lease
         return lease
 
-    def _give_back(self, lease: TransferLease) -> None:
-        assert isinstance(lease, PageLease)
+    def _give_back(self, lease: PageLease) -> None:
         assert self.leases.pop(id(lease), None) is lease, "a lease ended twice"
         self.memory.released(lease)
         lease.release()
@@ -303,3 +317,8 @@ class SimEngine:
 
     def _mark(self, leg: Leg, block: int) -> int:
         return hash(leg.script.prompt[: (block + 1) * self._block])
+
+
+def _own(lease: TransferLease) -> PageLease:
+    assert isinstance(lease, PageLease)
+    return lease

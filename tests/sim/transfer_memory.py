@@ -90,14 +90,25 @@ class StampedMemory(PageCopier, PageMemory):
         """The pages of a lease are pinned."""
         self._leases.update(_places_of(lease))
 
+    def check_over(self, lease: PageLease) -> None:
+        """Fails while a request may touch a page that no other lease pins."""
+        for place in _places_of(lease):
+            if self._leases[place] == 1:
+                for end in self._ends.get(place, ()):
+                    assert not end.touchable, f"the lease of {place} ended while under way"
+
     def released(self, lease: PageLease) -> None:
-        """They are not any more. Fails while a request may touch one."""
+        """The pages are pinned no more."""
+        self.check_over(lease)
         for place in _places_of(lease):
             assert self._leases[place] > 0, f"{place} was released more often than leased"
             self._leases[place] -= 1
             if not self._leases[place]:
-                for end in self._ends.pop(place, ()):
-                    assert not end.touchable, f"the lease of {place} ended while under way"
+                self._ends.pop(place, None)
+
+    def is_doubtful(self, lease: PageLease) -> bool:
+        """Whether a request over one of its pages was LOST."""
+        return any(end.lost for place in _places_of(lease) for end in self._ends.get(place, ()))
 
     @override
     def copy_slots(self, pool_group: int, sources: SlotArray, targets: SlotArray) -> None:

@@ -52,12 +52,16 @@ class Weather:
     copy_chance: float = 0.0
     copy_delay_ms: tuple[int, int] = (0, 400)
     move_ms: tuple[int, int] = (0, 60)
+    finish_ms: tuple[int, int] = (0, 10)
+    """From the move of a page until an end is told."""
     notice_ms: tuple[int, int] = (0, 60)
     """From a break until an end notices."""
     death_told_ms: tuple[int, int] = (0, 800)
     """From a death until the others are told."""
     teardown_ms: tuple[int, int] = (0, 30)
-    """From the close of an end until its data endpoint is closed and its requests have ended."""
+    """From the close of an end until its data endpoint is closed."""
+    endings_ms: tuple[int, int] = (0, 30)
+    """From the close of an end until its requests are told as ended."""
     remote_access: bool = True
     """Whether a peer's process can itself reach pages: then a broken request is LOST."""
 
@@ -74,6 +78,8 @@ class PostedEnd:
     """Whether its process lives and its endpoint is not closed yet."""
     content: object = None
     peer: PostedEnd | None = None
+    moved: bool = False
+    """All bytes are where they belong."""
     over: bool = False
     """It was told."""
     lost: bool = False
@@ -163,11 +169,10 @@ class Link:
         self.open[side] = False
         for end in self._ends:
             if end.side == side and not end.over:
+                wait_ms = self.rng.randint(*self.weather.endings_ms)
                 broken = self.weather.remote_access and end.peer is not None
                 status = PostStatus.LOST if broken else PostStatus.REVOKED
-                self.clock.after(
-                    self.rng.randint(*self.weather.teardown_ms), partial(end.end, status)
-                )
+                self.clock.after(wait_ms, partial(self._break, end, status))
         if self.alive[side]():
             self.closed[side](reason)
         other = 1 - side
@@ -227,8 +232,16 @@ class Link:
         sender.touch(receiver)
         receiver.touch(sender)
         for end in ends:
+            end.moved = True
             if self.open[end.side]:
-                self.clock.after(self.rng.randint(0, 10), partial(self._finish, end))
+                self.clock.after(
+                    self.rng.randint(*self.weather.finish_ms), partial(self._finish, end)
+                )
+
+    def _break(self, end: PostedEnd, status: PostStatus) -> None:
+        """The end of a request whose endpoint was closed: it may have been through before."""
+        through = end.moved and self.rng.random() < 0.5
+        end.end(PostStatus.DONE if through else status)
 
     def _finish(self, end: PostedEnd) -> None:
         # A closing endpoint tells the end itself.

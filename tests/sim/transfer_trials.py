@@ -62,7 +62,8 @@ def random_script(rng: random.Random) -> Script:
     deeds = []
     for side in (CONTEXT, GENERATION):
         if rng.random() < 0.25:
-            deeds.append((side, rng.randint(0, 250), rng.choice(("cancel", "cancel", "fail"))))
+            at_ms = rng.randint(0, rng.choice((250, 250, 1_500)))
+            deeds.append((side, at_ms, rng.choice(("cancel", "cancel", "fail"))))
     step_ms = rng.choice((0, 5, 30, 80))
     return Script(
         prompt=tuple(prompt),
@@ -84,7 +85,9 @@ def random_world(number: int) -> World:
         delay_ms=(0, rng.choice((1, 20, 120))),
         copy_chance=rng.choice((0.0, 0.3)),
         move_ms=(0, rng.choice((5, 60, 400))),
+        finish_ms=(0, rng.choice((1, 10, 150))),
         notice_ms=(0, rng.choice((5, 60, 600))),
+        endings_ms=(0, rng.choice((1, 30, 1_000))),
         teardown_ms=(0, rng.choice((1, 30, 1_000))),
         remote_access=rng.random() < 0.6,
     )
@@ -95,6 +98,7 @@ def random_world(number: int) -> World:
         ranks=2,
         slots=rng.choice((12, 16, 24)),
         deaths_are_known=rng.random() < 0.7,
+        hears_ms=(0, rng.choice((0, 5, 40))),
     )
     world.watches.append(partial(_count_moment, world.faults))
     for index in range(rng.randint(4, 12)):

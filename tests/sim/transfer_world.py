@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
-from tests.sim.transfer_agent import Handled, SimAgent, SimPair, Watch
+from tests.sim.transfer_agent import LIMITS, Handled, SimAgent, SimPair, Watch
 from tests.sim.transfer_engine import Script, SimEngine
 from tests.sim.transfer_memory import StampedMemory
 from tests.sim.transfer_network import Clock, Link, Weather
@@ -25,6 +25,7 @@ from transfer.session_events import PeerLost
 DIAL_MS = (20, 50)
 SILENCE_MS = 500
 """A peer without a heartbeat for as long is given up."""
+STRIKES = ("kill", "cut", "hold", "pause")
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +61,9 @@ class World:
         ranks: int = 1,
         slots: int = 24,
         deaths_are_known: bool = True,
+        hears_ms: tuple[int, int] = (0, 0),
     ) -> None:
+        """``hears_ms`` is how long an event takes from the transfer to the engine."""
         self.rng = random.Random(seed)
         self.clock = Clock()
         self.terrain = terrain
@@ -70,7 +73,9 @@ class World:
         self.requests: list[Request] = []
         self.links: list[Link] = []
         self.faults: Counter[str] = Counter()
+        """What was done to it, and what a watch counts."""
         self._slots = slots
+        self._hears_ms = hears_ms
         self._scripts: dict[str, Script] = {}
         self._story: list[tuple[int, str, Handled | None, str]] = []
         self._nonces = 0
@@ -159,14 +164,18 @@ class World:
 
     def pause(self, rank: Rank, pause_ms: int) -> None:
         """The process stands still; peers give up without a heartbeat."""
-        self.tell(f"{rank.process.name} stands still for {pause_ms} ms")
-        self.faults["pause"] += 1
-        rank.process.pause(pause_ms)
+        self.silence(rank, pause_ms)
         if pause_ms > SILENCE_MS:
             for pair in rank.agent.pairs:
                 self.clock.after(
                     SILENCE_MS, partial(pair.link.close, 1 - rank.process.side, "silent")
                 )
+
+    def silence(self, rank: Rank, pause_ms: int) -> None:
+        """The process stands still, and no heartbeat tells."""
+        self.tell(f"{rank.process.name} stands still for {pause_ms} ms")
+        self.faults["pause"] += 1
+        rank.process.pause(pause_ms)
 
     # Requests.
 
@@ -266,7 +275,9 @@ class World:
             self._handled,
         )
         slots = (self._slots,) * len(layout.pool_groups)
-        engine = SimEngine(process, layout, slots, memory, agent, self._scripts.__getitem__)
+        engine = SimEngine(
+            process, layout, slots, memory, agent, self._scripts.__getitem__, self._hears_ms
+        )
         return Rank(process, memory, agent, engine)
 
     def _handled(self, handled: Handled) -> None:
@@ -298,6 +309,12 @@ class World:
                     assert not pair.sessions, f"{rank.process.name} keeps a session"
                     assert pair.posts.settled or pair.open, "a staging buffer was never let go"
 
+    @property
+    def _is_calm(self) -> bool:
+        """Whether nothing happens that takes as long as sessions wait."""
+        move_ms = self.weather.move_ms[1] + self.weather.finish_ms[1]
+        return self.faults.keys().isdisjoint(STRIKES) and move_ms < LIMITS.drain_ms // 2
+
     def _doubted(self) -> Rank | None:
         """A process that another is in doubt of."""
         for rank in self.ranks:
@@ -323,6 +340,7 @@ class World:
                     assert session.state is SessionState.DOUBT, session.story
                     assert pair.peer not in agent.dead, "doubt of a process known dead"
             rank.engine.check_doubt()
+            assert not (self._is_calm and agent.drops), f"dropped for nothing: {agent.drops}"
         for request in self.requests:
             self._check_agreement(request)
             self._check_deadline(request)
@@ -333,7 +351,7 @@ class World:
         request_id = request.request_id
         heard = generation.engine.heard.get(request_id)
         received = [end for end in self.ends(generation, request_id) if _is_received(end)]
-        if heard is not None:
+        if heard is not None and generation.process.alive:
             assert heard.handoffs == len(received), "handed off and ended differ"
         believed = [end for end in self.ends(context, request_id) if _is_received(end)]
         others = [
