@@ -28,6 +28,7 @@ from transfer.outcome import Outcome, PeerFate, PostStatus
 from transfer.pair_posts import PairPosts, Schedule
 from transfer.pending import EndedSessions, PendingCancels
 from transfer.plan import TransferPlan
+from transfer.post_order import PostOrder
 from transfer.region import Post
 from transfer.session import Session, SessionState
 from transfer.session_commands import (
@@ -173,6 +174,7 @@ class SimPair:
             over=self._post_over,
         )
         self.posts.bind(SimEndpoint(link, self.process, self._check_buffer))
+        self._order = PostOrder()
         self._told = False
         self._broken: list[tuple[Session, Post, Completion]] = []
 
@@ -234,6 +236,7 @@ class SimPair:
             case SendControl(message=message):
                 self.link.send(self.process.side, message)
             case PostSends() | PostReceives():
+                self._order.made(session.session, command.posts)
                 self.posts.add(session, command)
             case Report(event=event):
                 self.agent.report(event)
@@ -255,7 +258,7 @@ class SimPair:
             self.process.run(lambda: self._arm(session, self.process.clock.now_ms + LATE_MS))
             return
         del self.armed[session.session]
-        self.drive(session, DeadlinePassed())
+        self.drive(session, DeadlinePassed(self._order.ahead_ms(session.session)))
 
     def _check(self, session: Session) -> None:
         """Nothing waits without a deadline, and what is over has none."""
@@ -274,6 +277,7 @@ class SimPair:
             self._end_post(session, post, end)
 
     def _end_post(self, session: Session, post: Post, end: Completion) -> None:
+        self._order.ended(session.session, post.id, self.process.clock.now_ms)
         self.drive(session, PostEnded(post.id, end.status))
 
     def _tell_loss(self, reason: str) -> None:

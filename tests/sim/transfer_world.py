@@ -313,7 +313,7 @@ class World:
     def _is_calm(self) -> bool:
         """Whether nothing happens that takes as long as sessions wait."""
         move_ms = self.weather.move_ms[1] + self.weather.finish_ms[1]
-        return self.faults.keys().isdisjoint(STRIKES) and move_ms < LIMITS.drain_ms // 2
+        return self.faults.keys().isdisjoint(STRIKES) and move_ms < LIMITS.drain_ms
 
     def _doubted(self) -> Rank | None:
         """A process that another is in doubt of."""
