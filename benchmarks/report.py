@@ -69,7 +69,8 @@ def processor() -> str:
 def module_and_arguments() -> list[str]:
     """The module name of the running program and its arguments."""
     spec = sys.modules["__main__"].__spec__
-    return [spec.name if spec else sys.argv[0], *sys.argv[1:]]
+    name = spec.name.removesuffix(".__main__") if spec else sys.argv[0]
+    return [name, *sys.argv[1:]]
 
 
 def finish(result: Mapping[str, Any], out: str | None) -> None:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 
+import hypothesis
 import pytest
+from xdist.remote import Producer
 
 from tests.support.requirements import REQUIRE_MODEL
+from tests.support.suite_groups import GroupScheduling, turn
 
 REQUIRE_GPU = "--require-gpu"
 GPU_MARKERS = ("gpu", "multi_gpu")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Read by torch when it is imported. Threads that wait for each other in every operation are
+    # slower than one where another process of the suite has the second core.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# An example that is slow because another process has the core is not wrong.
+hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.load_profile("suite")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,6 +36,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="a test that needs the default model fails where it neither is nor can be fetched",
     )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: turn(item.nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling:
+    return GroupScheduling(config, log)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -28,7 +28,7 @@ FAILURE_KINDS: dict[type, str] = {
 
 
 def failure_kind(event: object) -> str:
-    """Label of a session that ended badly because of ``event``."""
+    """Label of a request whose first session to end badly did so because of ``event``."""
     return FAILURE_KINDS.get(type(event), "protocol")
 
 
@@ -39,14 +39,17 @@ class TransferCounters:
     bytes_total: int = 0
     """Page bytes that arrived here or left."""
     blocks_total: int = 0
+    """Blocks of requests; a block that came in parts of several ranks is one."""
     sessions_total: int = 0
     sessions_in_flight: int = 0
     """Sessions whose outcome is open or whose pages may still be touched."""
     leases_in_doubt: int = 0
+    staged_bytes_total: int = 0
+    """Page bytes gathered or scattered here."""
     staging_bytes_in_doubt: int = 0
     """Staging buffers that a lost peer may still reach."""
     failures: Counter[str] = field(default_factory=Counter)
-    """Sessions that did not succeed, by kind."""
+    """Requests that did not succeed, by kind."""
     busy_s: float = 0.0
     """Time in which page requests were under way, over all pairs."""
     busy_bytes: int = 0

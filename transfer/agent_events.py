@@ -1,4 +1,5 @@
-"""What a transfer tells the engine. Sessions produce these; the agent hands them over unchanged.
+"""What a transfer tells the engine. Each session produces these of itself, and ``RequestTransfer``
+of all that a rank has for a request: only those reach the engine.
 
 Per request and rank: exactly one ``SessionEnded``; per lease given: exactly one ``LeaseEnded``,
 which for a lease in doubt comes only when the peer is known dead. ``SessionEnded`` never waits for
@@ -17,7 +18,7 @@ from transfer.outcome import Outcome
 
 @dataclass(frozen=True, slots=True)
 class GrantReceived:
-    """Context side: a generation rank has room for this request."""
+    """Context side: every generation rank that this rank sends to has room for this request."""
 
     request_id: str
     generation: Incarnation
@@ -25,7 +26,9 @@ class GrantReceived:
 
 @dataclass(frozen=True, slots=True)
 class AnnounceReceived:
-    """Generation side: the first chunk is about to run; allocate, then call ``ready``."""
+    """Generation side: the first chunk is about to run on every context rank that sends here;
+    allocate, then call ``ready``.
+    """
 
     request_id: str
 
@@ -43,7 +46,8 @@ class HandoffReceived:
     """Generation side: all pages are in and here are the first tokens; decoding may start."""
 
     request_id: str
-    data: HandoffData
+    data: HandoffData | None
+    """None on a rank that the leader of the context ranks does not send to; never on a leader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,9 @@ class NoDecodeReceived:
 
 @dataclass(frozen=True, slots=True)
 class SessionEnded:
-    """The outcome, once. Bytes and blocks are what had moved when it was decided."""
+    """The outcome, once. Bytes and blocks are what had moved when it was decided: bytes over all
+    sessions of the request, blocks of the session that moved most.
+    """
 
     request_id: str
     outcome: Outcome

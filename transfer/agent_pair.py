@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Final, Protocol, assert_never
 
-from transfer.agent_counters import TransferCounters, failure_kind
-from transfer.agent_events import AgentEvent, LeaseEnded, LeaseInDoubt, SessionEnded
+from transfer.agent_counters import TransferCounters
+from transfer.agent_events import AgentEvent
 from transfer.control import ControlLink
 from transfer.identity import Incarnation
-from transfer.lease import TransferLease
 from transfer.messages import Grant, SessionMessage
-from transfer.outcome import Outcome, PeerFate, PostStatus
+from transfer.outcome import PeerFate, PostStatus
 from transfer.pair_posts import PairPosts, Schedule
 from transfer.plan import TransferPlan
 from transfer.post_order import PostOrder
@@ -35,13 +36,7 @@ from transfer.session_commands import (
     Report,
     SendControl,
 )
-from transfer.session_events import (
-    DeadlinePassed,
-    FailureReported,
-    PeerDied,
-    PeerLost,
-    PostEnded,
-)
+from transfer.session_events import DeadlinePassed, PeerDied, PeerLost, PostEnded
 from transfer.story import InvalidTransition
 from transfer.transport import Completion, Endpoint, PageMemory, Transport, main_lane
 
@@ -61,8 +56,8 @@ class Side(Enum):
 class PairOwner(Protocol):
     """What a pair tells the agent, in the loop."""
 
-    def deliver(self, event: AgentEvent) -> None:
-        """Hand to the engine."""
+    def reported(self, session: Session, event: AgentEvent, cause: object) -> None:
+        """What a session reports when it is told ``cause``."""
 
     def granted(self, pair: Pair, grant: Grant) -> None:
         """A generation rank grants a request (context side)."""
@@ -77,6 +72,16 @@ class PairOwner(Protocol):
         """Whether somebody who can know has said that this process is dead."""
 
 
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What is worked out once a peer: the plan of the pair, and on the generation side how many
+    ranks of this instance grant requests to the peer; 0 where this rank does not.
+    """
+
+    plan: TransferPlan
+    granters: int = 0
+
+
 class Pair:
     """Made when the handshake is over; the link is given right after."""
 
@@ -85,7 +90,7 @@ class Pair:
         *,
         side: Side,
         peer: RankInfo,
-        plan: TransferPlan,
+        route: Route,
         transport: Transport,
         memory: PageMemory,
         owner: PairOwner,
@@ -93,7 +98,8 @@ class Pair:
     ) -> None:
         self.side: Final = side
         self.peer: Final = peer
-        self.plan: Final = plan
+        self.plan: Final = route.plan
+        self.granters: Final = route.granters
         self.bound: Final[asyncio.Future[None]] = asyncio.get_running_loop().create_future()
         """Done when the data endpoint is there; failed when the pair was lost before."""
         self.torn_down: Final = asyncio.Event()
@@ -102,7 +108,7 @@ class Pair:
         self._counters = counters
         self._loop = asyncio.get_running_loop()
         self._posts = PairPosts(
-            plan=plan,
+            plan=route.plan,
             memory=memory,
             counters=counters,
             schedule=Schedule(self._loop.time, self._loop.call_soon),
@@ -114,7 +120,6 @@ class Pair:
         self._sessions: dict[str, Session] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._broken: list[tuple[Session, int, PostStatus]] = []
-        self._doubtful: list[TransferLease] = []
         self._losing: asyncio.Task[None] | None = None
         # A failed pair is seen by its sessions too; nobody has to await this.
         self.bound.add_done_callback(lambda future: future.cancelled() or future.exception())
@@ -161,7 +166,7 @@ class Pair:
         self._endpoint = endpoint
         logger.info(
             "pages of %s travel over %s (lanes: %s)",
-            self.incarnation,
+            self.peer.rank_id,
             main_lane(endpoint.lanes),
             ", ".join(endpoint.lanes),
         )
@@ -217,21 +222,32 @@ class Pair:
         self._losing = self._loop.create_task(self._lose(reason))
 
     def peer_dead(self) -> None:
-        """The peer's process is known dead, or has said that it is through with this pair."""
+        """The peer's process is known dead, or has said that it is through with this pair. Its
+        sessions hear of it when no pass touches their pages any more.
+        """
+        self._posts.when_still(self._tell_death)
+
+    def _tell_death(self) -> None:
+        self._posts.peer_dead()
         for session in self.sessions:
             self.drive(session, PeerDied())
-        self._posts.peer_dead()
 
     async def _lose(self, reason: str) -> None:
         if not self.bound.done():
             self.bound.set_exception(ConnectionError(reason))
         if self._sessions:
             logger.warning(
-                "lost %s with %d sessions: %s", self.incarnation, len(self._sessions), reason
+                "lost %s with %d sessions: %s", self.peer.rank_id, len(self._sessions), reason
             )
         try:
             if self._endpoint is not None:
                 await self._transport.close_endpoint(self._endpoint)
+        finally:
+            # A session whose peer is dead gives its pages back at once.
+            self._posts.when_still(partial(self._tear_down, reason))
+
+    def _tear_down(self, reason: str) -> None:
+        try:
             self._tell_loss(reason)
         finally:
             self.torn_down.set()
@@ -263,7 +279,7 @@ class Pair:
                     self._order.made(session.session, command.posts)
                     self._posts.add(session, command)
                 case Report():
-                    self._report(command.event, event)
+                    self._owner.reported(session, command.event, event)
                 case ArmDeadline():
                     self._arm(session, command.at_ms)
                 case DropPeer():
@@ -293,24 +309,6 @@ class Pair:
 
     def _lost(self) -> bool:
         return self.torn_down.is_set()
-
-    def _report(self, event: AgentEvent, cause: object) -> None:
-        match event:
-            case SessionEnded():
-                self._counters.bytes_total += event.transferred_bytes
-                self._counters.blocks_total += event.transferred_blocks
-                if event.outcome is not Outcome.SUCCEEDED:
-                    self._counters.failures[failure_kind(cause)] += 1
-            case LeaseInDoubt():
-                self._doubtful.append(event.lease)
-                self._counters.leases_in_doubt += 1
-            case LeaseEnded():
-                left = [lease for lease in self._doubtful if lease is not event.lease]
-                self._counters.leases_in_doubt -= len(self._doubtful) - len(left)
-                self._doubtful = left
-            case _:
-                pass
-        self._owner.deliver(event)
 
     def _arm(self, session: Session, at_ms: int) -> None:
         timer = self._timers.pop(session.session, None)
@@ -342,9 +340,3 @@ class Pair:
 
     def _now_ms(self) -> int:
         return int(self._loop.time() * 1000)
-
-
-def fail_session(pair: Pair, session: Session, reason: str) -> None:
-    """End a session that this side used wrongly, or cannot go on with."""
-    logger.error("session %s of request %s: %s", session.session, session.request_id, reason)
-    pair.drive(session, FailureReported(reason))

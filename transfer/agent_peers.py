@@ -1,4 +1,4 @@
-"""Connections of a transfer agent to its peers, cached by incarnation and never by address.
+"""Connections of a transfer agent to its peers, cached by incarnation and rank, never by address.
 
 Dials context ranks when asked, accepts generation ranks, binds data endpoints to the peers that
 were authenticated, and keeps lost pairs until nothing of them is left. A process that returns
@@ -28,9 +28,9 @@ from transfer.control import (
     read_introduction,
     refuse,
 )
-from transfer.direct import check_direct
-from transfer.identity import Incarnation, PeerAddress
+from transfer.identity import Incarnation, PeerAddress, RankId
 from transfer.messages import Introduction
+from transfer.movable import check_movable
 from transfer.rank_info import RankInfo
 from transfer.transport import (
     OPENING_BYTES,
@@ -59,14 +59,14 @@ class PeerConnector:
     ) -> None:
         self.info = info
         self.refusals: Final[dict[str, tuple[str, ...]]] = {}
-        """Reasons by incarnation, of peers that this side found unfit."""
+        """Reasons by rank, of peers that this side found unfit."""
         self._config = config
         self._transport = transport
         self._make_pair = make_pair
         self._connect_s = config.timing.connect_ms / 1000
-        self._pairs: dict[tuple[Side, Incarnation], Pair] = {}
+        self._pairs: dict[tuple[Side, RankId], Pair] = {}
         self._lost: list[Pair] = []
-        self._dials: dict[Incarnation, asyncio.Task[Pair]] = {}
+        self._dials: dict[RankId, asyncio.Task[Pair]] = {}
         self._dead: set[Incarnation] = set()
         self._handshakes = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -86,7 +86,10 @@ class PeerConnector:
         )
         port: int = self._server.sockets[0].getsockname()[1]
         return PeerAddress(
-            incarnation=self.info.incarnation, host=self._config.host, control_port=port
+            incarnation=self.info.incarnation,
+            rank=self.info.rank,
+            host=self._config.host,
+            control_port=port,
         )
 
     async def close(self) -> None:
@@ -110,26 +113,27 @@ class PeerConnector:
         for pair in tuple(self._pairs.values()):
             pair.drop(reason)
 
-    def open_pair(self, side: Side, incarnation: Incarnation) -> Pair | None:
-        """The working pair with this incarnation, if there is one."""
-        pair = self._pairs.get((side, incarnation))
+    def open_pair(self, side: Side, peer: RankId) -> Pair | None:
+        """The working pair with this rank, if there is one."""
+        pair = self._pairs.get((side, peer))
         return pair if pair is not None and pair.open else None
 
     async def pair_with(self, address: PeerAddress) -> Pair:
         """The pair with this context rank, dialled if need be. Raises HandshakeError."""
-        pair = self.open_pair(Side.GENERATION, address.incarnation)
+        peer = address.rank_id
+        pair = self.open_pair(Side.GENERATION, peer)
         if pair is not None:
             return pair
         if address.incarnation in self._dead:
             raise HandshakeError("this incarnation is dead; place the request elsewhere")
-        refusal = self.refusals.get(str(address.incarnation))
+        refusal = self.refusals.get(str(peer))
         if refusal is not None:
             raise PeerRefusedError(*refusal)
-        dial = self._dials.get(address.incarnation)
+        dial = self._dials.get(peer)
         if dial is None:
             dial = asyncio.get_running_loop().create_task(self._dial(address))
-            self._dials[address.incarnation] = dial
-            dial.add_done_callback(lambda _: self._dials.pop(address.incarnation, None))
+            self._dials[peer] = dial
+            dial.add_done_callback(lambda _: self._dials.pop(peer, None))
         # One dial serves all who wait; one of them giving up must not end it.
         try:
             return await asyncio.shield(dial)
@@ -140,7 +144,7 @@ class PeerConnector:
 
     def lost(self, pair: Pair) -> None:
         """A pair was torn down."""
-        key = (pair.side, pair.incarnation)
+        key = (pair.side, pair.peer.rank_id)
         if self._pairs.get(key) is pair:
             del self._pairs[key]
         if not pair.settled:
@@ -151,38 +155,37 @@ class PeerConnector:
         return incarnation in self._dead
 
     def mark_dead(self, incarnation: Incarnation) -> None:
-        """The process is dead: lose what is open, end what is in doubt."""
+        """Its processes are dead: lose what is open, end what is in doubt."""
         self._dead.add(incarnation)
-        for side in Side:
-            pair = self._pairs.get((side, incarnation))
-            if pair is not None:
+        for pair in tuple(self._pairs.values()):
+            if pair.incarnation == incarnation:
                 pair.drop(f"{incarnation} is dead")
-        for pair in self._lost_with(incarnation):
-            pair.peer_dead()
+        for pair in tuple(self._lost):
+            if pair.incarnation == incarnation:
+                pair.peer_dead()
         self.prune()
 
-    def _lost_with(self, incarnation: Incarnation) -> list[Pair]:
-        return [pair for pair in self._lost if pair.incarnation == incarnation]
+    def _lost_with(self, side: Side, peer: RankId) -> list[Pair]:
+        return [pair for pair in self._lost if (pair.side, pair.peer.rank_id) == (side, peer)]
 
     def prune(self) -> None:
         """Forget lost pairs of which nothing is left."""
         self._lost = [pair for pair in self._lost if not pair.settled]
 
-    async def _end_earlier(self, side: Side, incarnation: Incarnation) -> None:
+    async def _end_earlier(self, side: Side, peer: RankId) -> None:
         """Before this side shows itself over a new connection, its part of an older one is over."""
-        pair = self._pairs.get((side, incarnation))
-        earlier = [p for p in self._lost_with(incarnation) if p.side is side]
+        pair = self._pairs.get((side, peer))
+        earlier = self._lost_with(side, peer)
         if pair is not None:
             pair.drop("replaced by a new connection")
             earlier.append(pair)
         for old in earlier:
             await old.quiet()
 
-    def _end_doubts(self, side: Side, incarnation: Incarnation) -> None:
+    def _end_doubts(self, side: Side, peer: RankId) -> None:
         """The peer has shown itself over a new connection: its part of the older one is over."""
-        for pair in self._lost_with(incarnation):
-            if pair.side is side:
-                pair.peer_dead()
+        for pair in self._lost_with(side, peer):
+            pair.peer_dead()
         self.prune()
 
     # Generation side.
@@ -194,7 +197,7 @@ class PeerConnector:
                 reader, writer = await asyncio.open_connection(address.host, address.control_port)
                 connection = ControlConnection(reader, writer)
                 try:
-                    return await self._introduce_as_generation(connection, address.incarnation)
+                    return await self._introduce_as_generation(connection, address.rank_id)
                 except HANDSHAKE_FAILURES as error:
                     # The peer learns why, one of another version by the frame's header.
                     refuse(connection, *reasons_of(error))
@@ -203,7 +206,7 @@ class PeerConnector:
                     connection.close()
                     raise
         except AuthenticationError as error:
-            self.refusals[str(address.incarnation)] = (str(error),)
+            self.refusals[str(address.rank_id)] = (str(error),)
             raise PeerRefusedError(str(error)) from error
         except HandshakeError:
             raise
@@ -215,7 +218,7 @@ class PeerConnector:
             raise HandshakeError(f"{where}: {describe(error)}") from error
 
     async def _introduce_as_generation(
-        self, connection: ControlConnection, expected: Incarnation
+        self, connection: ControlConnection, expected: RankId
     ) -> Pair:
         await prove_as_generation(connection, self._config.cluster_token)
         await self._end_earlier(Side.GENERATION, expected)
@@ -285,7 +288,7 @@ class PeerConnector:
         await prove_as_context(connection, self._config.cluster_token)
         introduction = await read_introduction(connection)
         peer = introduction.rank_info
-        await self._end_earlier(Side.CONTEXT, peer.incarnation)
+        await self._end_earlier(Side.CONTEXT, peer.rank_id)
         # Shown even to a peer that does not fit: it then knows both values, too.
         connection.write(Introduction(rank_info=self.info))
         self._check(peer)
@@ -294,7 +297,7 @@ class PeerConnector:
                 f"endpoint nonce: expected {OPENING_BYTES} bytes, got "
                 f"{len(introduction.endpoint_nonce)}"
             )
-        self._end_doubts(Side.CONTEXT, peer.incarnation)
+        self._end_doubts(Side.CONTEXT, peer.rank_id)
         pair = self._open(Side.CONTEXT, peer, connection)
         self._spawn(self._open_endpoint(pair, introduction.endpoint_nonce))
 
@@ -309,25 +312,27 @@ class PeerConnector:
 
     # Both.
 
-    def _check_identity(self, peer: RankInfo, expected: Incarnation) -> None:
-        if peer.incarnation != expected:
+    def _check_identity(self, peer: RankInfo, expected: RankId) -> None:
+        if peer.incarnation != expected.incarnation:
             raise HandshakeError(
-                f"expected {expected}, found {peer.incarnation}: the worker was restarted"
+                f"expected {expected}, found {peer.rank_id}: the worker was restarted"
             )
+        if peer.rank != expected.rank:
+            raise HandshakeError(f"expected {expected}, found {peer.rank_id}; mind the addresses")
 
     def _check(self, peer: RankInfo) -> None:
-        rows = check_direct(self.info, peer)
+        rows = check_movable(self.info, peer)
         if not rows:
-            self.refusals.pop(str(peer.incarnation), None)
+            self.refusals.pop(str(peer.rank_id), None)
             return
         reasons = tuple(str(row) for row in rows)
-        self.refusals[str(peer.incarnation)] = reasons
+        self.refusals[str(peer.rank_id)] = reasons
         raise PeerRefusedError(*reasons)
 
     def _open(self, side: Side, peer: RankInfo, connection: ControlConnection) -> Pair:
         pair = self._make_pair(side, peer)
         pair.attach(ControlLink(connection, self._config.timing, pair.received, pair.link_ended))
-        self._pairs[side, peer.incarnation] = pair
+        self._pairs[side, peer.rank_id] = pair
         return pair
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -28,7 +28,6 @@ from transfer.messages import (
     Grant,
     GroupRuns,
     Handoff,
-    HandoffData,
     NoDecode,
     Received,
     ReceiveReady,
@@ -52,7 +51,7 @@ from transfer.session_events import (
     PostEnded,
     ShipRequested,
 )
-from transfer.staged_cut import staged_lengths, staged_pieces
+from transfer.staged_cut import staged_lengths, staged_messages, staged_pieces
 from transfer.wire import FrameError, pack_ints, unpack_ints
 
 
@@ -92,7 +91,7 @@ class ContextSession(Session):
         self._waiting: list[LeasedBlocks] = []
         self._waiting_ends: list[int] = []
         self._chunks = 0
-        self._handoff: HandoffData | None = None
+        self._handoff: HandOffRequested | None = None
 
     @override
     def _transitions(self) -> Transitions:
@@ -217,8 +216,9 @@ class ContextSession(Session):
             lengths = run_lengths(sources, held[held >= 0])
             staged = self._stages(group, len(lengths), len(sources))
             if staged:
-                lengths = staged_lengths(len(sources), group.block_bytes)
-                pieces.extend(staged_pieces(index, sources, lengths, group.block_bytes))
+                sizes = (group.block_bytes, self._plan.message_bytes)
+                lengths = staged_lengths(len(sources), *sizes)
+                pieces.extend(staged_pieces(index, sources, lengths, *sizes))
             else:
                 pieces.extend(whole_pieces(group.sender, sources, lengths))
             runs.append(
@@ -233,18 +233,21 @@ class ContextSession(Session):
         """Whether these blocks of a group pass through staging: they must, or it pays."""
         if not group.direct:
             return True
+        if not self._plan.stages:
+            return False
         messages = runs * len(group.sender.slot_bytes)
-        return self._plan.stages and staging_pays(messages, blocks, group.block_bytes, self._costs)
+        staged = staged_messages(blocks, group.block_bytes, self._plan.message_bytes)
+        return staging_pays(messages, staged, blocks * group.block_bytes, self._costs)
 
     def _on_late_ship(self, event: ShipRequested) -> None:
         self._report(LeaseEnded(self.request_id, event.blocks.lease))
 
     def _on_hand_off_early(self, event: HandOffRequested) -> None:
-        self._handoff = event.data
+        self._handoff = event
         self.state = SessionState.COMPUTED
 
     def _on_hand_off(self, event: HandOffRequested) -> None:
-        self._handoff = event.data
+        self._handoff = event
         self._hand_off()
 
     def _hand_off(self) -> None:
@@ -257,7 +260,7 @@ class ContextSession(Session):
                 f"only {self._shipped_end} were computed",
             )
             return
-        self._send(Handoff(session=self.session, data=self._handoff))
+        self._send(Handoff(session=self.session, data=self._handoff.data))
         self._progress_ms = self._now_ms
         self.state = SessionState.HANDED_OFF
 

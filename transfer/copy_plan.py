@@ -23,7 +23,7 @@ Slots = npt.NDArray[np.int32]
 Units = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class CopySide:
     """One end of a part: the pool, its slots in units, and which units of a slot are copied."""
 
@@ -31,6 +31,11 @@ class CopySide:
     slot_units: int
     units: Units
     """int64, in the order of the message."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether slots are copied as they are."""
+        return np.array_equal(self.units, np.arange(self.slot_units))
 
     def rows(self, slots: Slots) -> Units:
         """Units of the whole pool, ``[blocks * units]`` int64, in the order of the message."""
@@ -69,6 +74,18 @@ class CopyPlan:
         return cls(tuple(_part(group, found[pools]) for pools in sorted(found)))
 
     @property
+    def sender_pool(self) -> int | None:
+        """The pool whose slots, one after the other, are the message; None where none is."""
+        sides = [part.sender for part in self.parts]
+        return sides[0].pool if len(sides) == 1 and sides[0].whole else None
+
+    @property
+    def receiver_pool(self) -> int | None:
+        """The same of the receiver."""
+        sides = [part.receiver for part in self.parts]
+        return sides[0].pool if len(sides) == 1 and sides[0].whole else None
+
+    @property
     def block_bytes(self) -> int:
         """Message bytes of one block."""
         return sum(part.block_bytes for part in self.parts)
@@ -87,8 +104,19 @@ class PageCopies(Protocol[ArrayT]):
 
     ``pools`` are the pools of one pool group, each uint8 ``[slots, slot bytes]``; ``slots`` are
     int32 ``[blocks]``; ``message`` is uint8 ``[blocks * block_bytes]``. Both raise ValueError for
-    shapes that do not fit and for slots that are not there, before a byte is written.
+    shapes that do not fit and for slots that are not there, before a byte is written; the checks
+    can be had by themselves.
     """
+
+    def check_gather(
+        self, plan: CopyPlan, pools: Sequence[ArrayT], slots: Slots, message: ArrayT
+    ) -> None:
+        """Raise ValueError for what :meth:`gather` refuses."""
+
+    def check_scatter(
+        self, plan: CopyPlan, message: ArrayT, pools: Sequence[ArrayT], slots: Slots
+    ) -> None:
+        """Raise ValueError for what :meth:`scatter` refuses."""
 
     def gather(
         self, plan: CopyPlan, pools: Sequence[ArrayT], slots: Slots, message: ArrayT

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from transfer.staged_cut import staged_messages
-
 PASSES: Final = 2
 """Over every staged byte: a gather at the sender, a scatter at the receiver."""
 
@@ -24,18 +22,20 @@ class TransferCosts:
     """One more message beside others under way: both agents, both transports."""
     copy_bytes_per_us: float = 4_000.0
     """One gather or scatter."""
+    pass_us: float = 0.0
+    """One gather or scatter, whatever its bytes: nothing beside a message on the host."""
 
     def __post_init__(self) -> None:
-        if self.message_us < 0 or self.copy_bytes_per_us <= 0:
+        if self.message_us < 0 or self.copy_bytes_per_us <= 0 or self.pass_us < 0:
             raise ValueError(
-                "costs: expected a message of at least 0 us and copies of more than 0 bytes/us, "
-                f"got {self}"
+                "costs: expected a message and a pass of at least 0 us and copies of more than 0 "
+                f"bytes/us, got {self}"
             )
 
 
-def staging_pays(messages: int, blocks: int, block_bytes: int, costs: TransferCosts) -> bool:
-    """Whether ``blocks`` blocks are through sooner gathered than as ``messages`` messages of their
-    runs.
+def staging_pays(messages: int, staged: int, size_bytes: int, costs: TransferCosts) -> bool:
+    """Whether ``size_bytes`` bytes are through sooner as ``staged`` gathered messages than as
+    ``messages`` messages of their runs.
     """
-    saved_us = (messages - staged_messages(blocks, block_bytes)) * costs.message_us
-    return saved_us > PASSES * blocks * block_bytes / costs.copy_bytes_per_us
+    saved_us = (messages - staged) * costs.message_us
+    return saved_us > PASSES * (staged * costs.pass_us + size_bytes / costs.copy_bytes_per_us)

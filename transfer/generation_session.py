@@ -35,7 +35,6 @@ from transfer.messages import (
     GroupRuns,
     GroupSlots,
     Handoff,
-    HandoffData,
     NoDecode,
     Received,
     ReceiveReady,
@@ -96,7 +95,7 @@ class GenerationSession(Session):
         self._cursors: list[int] = []
         self._next_chunk = 0
         self._chunks: deque[_Chunk] = deque()
-        self._handoff: HandoffData | None = None
+        self._handoff: Handoff | None = None
         self._peer_done = False
 
     @override
@@ -123,6 +122,7 @@ class GenerationSession(Session):
                 session=self.session,
                 prompt_tokens=event.prompt_tokens,
                 deadline_ms=event.deadline_ms,
+                receivers=event.receivers,
             )
         )
         self.state = SessionState.GRANTED
@@ -232,7 +232,7 @@ class GenerationSession(Session):
         if not runs.staged and not group.direct:
             raise ValueError("whole slots were sent where layouts differ")
         if runs.staged:
-            return staged_pieces(index, slots, lengths, group.block_bytes)
+            return staged_pieces(index, slots, lengths, group.block_bytes, self._plan.message_bytes)
         return whole_pieces(group.receiver, slots, lengths)
 
     def _on_post_ended(self, event: PostEnded) -> None:
@@ -260,14 +260,14 @@ class GenerationSession(Session):
                 f"handoff came at blocks {self._cursors}, expected all at {self._end_block}"
             )
             return
-        self._handoff = event.data
+        self._handoff = event
         self.state = SessionState.COMPLETING
         self._complete_if_all_in()
 
     def _complete_if_all_in(self) -> None:
         if self._handoff is None or self._ledger.open_posts:
             return
-        self._report(HandoffReceived(self.request_id, self._handoff))
+        self._report(HandoffReceived(self.request_id, self._handoff.data))
         self._send(Received(session=self.session))
         self._decide(Outcome.SUCCEEDED, "received")
 

@@ -18,10 +18,23 @@ Rows = npt.NDArray[Any]
 class HostCopies:
     """``PageCopies`` on numpy arrays, which must be C-contiguous."""
 
-    def gather(self, plan: CopyPlan, pools: Sequence[Bytes], slots: Slots, message: Bytes) -> None:
-        """Copy the sender's runs of ``slots`` into ``message``."""
+    def check_gather(
+        self, plan: CopyPlan, pools: Sequence[Bytes], slots: Slots, message: Bytes
+    ) -> None:
+        """Raise ValueError for what :meth:`gather` refuses."""
         _check_message(plan, message, slots)
         _check_pools(((part.sender, part.unit_bytes) for part in plan.parts), pools, slots)
+
+    def check_scatter(
+        self, plan: CopyPlan, message: Bytes, pools: Sequence[Bytes], slots: Slots
+    ) -> None:
+        """Raise ValueError for what :meth:`scatter` refuses."""
+        _check_message(plan, message, slots)
+        _check_pools(((part.receiver, part.unit_bytes) for part in plan.parts), pools, slots)
+
+    def gather(self, plan: CopyPlan, pools: Sequence[Bytes], slots: Slots, message: Bytes) -> None:
+        """Copy the sender's runs of ``slots`` into ``message``."""
+        self.check_gather(plan, pools, slots, message)
         for part, start, end in plan.part_bytes(len(slots)):
             rows = _rows(pools[part.sender.pool], part.unit_bytes)
             target = _rows(message[start:end], part.unit_bytes)
@@ -30,8 +43,7 @@ class HostCopies:
 
     def scatter(self, plan: CopyPlan, message: Bytes, pools: Sequence[Bytes], slots: Slots) -> None:
         """Copy ``message`` into the receiver's runs of ``slots``."""
-        _check_message(plan, message, slots)
-        _check_pools(((part.receiver, part.unit_bytes) for part in plan.parts), pools, slots)
+        self.check_scatter(plan, message, pools, slots)
         for part, start, end in plan.part_bytes(len(slots)):
             rows = _rows(pools[part.receiver.pool], part.unit_bytes)
             rows[part.receiver.rows(slots)] = _rows(message[start:end], part.unit_bytes)

@@ -7,7 +7,9 @@ A restarted worker keeps its name and gets a new nonce, so nothing cached about 
 from __future__ import annotations
 
 import secrets
+from dataclasses import dataclass
 
+from pydantic import Field
 from typing_extensions import override
 
 from transfer.wire import Message
@@ -29,9 +31,27 @@ class Incarnation(Message):
         return f"{self.instance}@{self.nonce}"
 
 
+@dataclass(frozen=True, slots=True)
+class RankId:
+    """One rank of one incarnation; ``str()`` gives ``name@nonce/rank``."""
+
+    incarnation: Incarnation
+    rank: int
+
+    @override
+    def __str__(self) -> str:
+        return f"{self.incarnation}/{self.rank}"
+
+
 class PeerAddress(Message):
     """Where a rank accepts control connections of other ranks."""
 
     incarnation: Incarnation
+    rank: int = Field(default=0, ge=0)
     host: str
     control_port: int
+
+    @property
+    def rank_id(self) -> RankId:
+        """Who answers there."""
+        return RankId(self.incarnation, self.rank)

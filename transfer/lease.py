@@ -5,7 +5,6 @@ The engine owns leases. A session only says when the last access to one is over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache_core.layout import LayoutPlan
-from transfer.plan import GroupSide
 
 
 class TransferLease(Protocol):
     """Pinned pages of blocks ``[first_block, end_block)``; ``kvcache_core``'s PageLease is one.
+
+    Blocks count over the whole sequence, also on a context parallel rank, which holds some of them.
 
     Sessions call none of these methods: the engine does when it is told that access is over.
     """
@@ -26,7 +26,9 @@ class TransferLease(Protocol):
     end_block: int
 
     def slots(self, view: int) -> npt.NDArray[np.int32]:
-        """Slots of the blocks in one view of the layout plan, -1 where no page is held."""
+        """Slots of the blocks in one view of the layout plan, of a state its one slot; -1 where no
+        page is held: a window has passed the block, or another context parallel rank holds it.
+        """
 
     def release(self) -> None:
         """Return the pages; the last access has ended."""
@@ -62,15 +64,3 @@ class LeasedBlocks:
 def views_of_groups(layout: LayoutPlan) -> dict[int, int]:
     """A view of each layer group: all views of a group have the same slots."""
     return {view.layer_group: view.id for view in layout.views}
-
-
-def leased_blocks(
-    lease: TransferLease, sides: Iterable[GroupSide], views: Mapping[int, int]
-) -> LeasedBlocks:
-    """What a session needs of ``lease``: ``sides`` are our ends of the plan's groups."""
-    return LeasedBlocks(
-        lease,
-        tuple(
-            GroupBlocks(lease.first_block, lease.slots(views[side.layer_group])) for side in sides
-        ),
-    )

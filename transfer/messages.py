@@ -48,7 +48,7 @@ class Welcome(Message):
 
 
 class Introduction(Message):
-    """Facts of the sending rank. Both sides send one after the proofs and run ``check_direct`` on
+    """Facts of the sending rank. Both sides send one after the proofs and run ``check_movable`` on
     what they get.
     """
 
@@ -81,6 +81,8 @@ class Grant(Message):
     session: str
     prompt_tokens: int = Field(ge=1)
     deadline_ms: int = Field(ge=1)
+    receivers: int = Field(default=1, ge=1)
+    """Ranks of the generation instance that grant this request to this context rank."""
 
 
 class Announce(Message):
@@ -127,8 +129,8 @@ class GroupRuns(Message):
     consecutive within a run.
     """
     staged: bool = False
-    """Whether each run is gathered into one message, of at most ``STAGING_MESSAGE_BYTES`` unless it
-    is one block. Otherwise whole slots move, one message a run and pool.
+    """Whether each run is gathered into one message, of at most the plan's ``message_bytes`` unless
+    it is one block. Otherwise whole slots move, one message a run and pool.
     """
 
 
@@ -169,7 +171,8 @@ class Handoff(Message):
 
     kind: Literal["handoff"] = "handoff"
     session: str
-    data: HandoffData
+    data: HandoffData | None = None
+    """What decoding needs; absent from all but the leader of the context ranks."""
 
 
 class NoDecode(Message):

@@ -19,7 +19,7 @@ def senders_to(
 
     ``instance`` is all of its ranks. Raises ValueError when some of the group are missing.
     """
-    group = _dp_group(instance, dp_rank)
+    group = dp_group(instance, dp_rank)
     return tuple(rank for rank in group if TransferPlan.between(rank, receiver).groups)
 
 
@@ -27,11 +27,28 @@ def receivers_from(
     sender: RankInfo, instance: Sequence[RankInfo], dp_rank: int
 ) -> tuple[RankInfo, ...]:
     """Ranks in dp group ``dp_rank`` of the receiving instance that ``sender`` has pages for."""
-    group = _dp_group(instance, dp_rank)
+    group = dp_group(instance, dp_rank)
     return tuple(rank for rank in group if TransferPlan.between(sender, rank).groups)
 
 
-def _dp_group(instance: Sequence[RankInfo], dp_rank: int) -> list[RankInfo]:
+def granters_to(
+    sender: RankInfo, instance: Sequence[RankInfo], dp_rank: int
+) -> tuple[RankInfo, ...]:
+    """Ranks in dp group ``dp_rank`` of the receiving instance that have sessions with ``sender``.
+
+    Those it has pages for. The leader beside them where ``sender`` leads, since only leaders have
+    first tokens, and where nobody else would: every rank of the sending group hears of a request.
+    """
+    receivers = receivers_from(sender, instance, dp_rank)
+    if receivers and not sender.shape.leads:
+        return receivers
+    numbers = {rank.rank for rank in receivers}
+    group = dp_group(instance, dp_rank)
+    return tuple(rank for rank in group if rank.shape.leads or rank.rank in numbers)
+
+
+def dp_group(instance: Sequence[RankInfo], dp_rank: int) -> list[RankInfo]:
+    """Ranks of the group. Raises ValueError when some are missing or there twice."""
     group = [info for info in instance if info.shape.dp_rank == dp_rank]
     places = {(info.shape.pp_rank, info.shape.tp_rank, info.shape.cp_rank) for info in group}
     shape = instance[0].shape if instance else None
@@ -42,3 +59,17 @@ def _dp_group(instance: Sequence[RankInfo], dp_rank: int) -> list[RankInfo]:
             "instance, each once"
         )
     return group
+
+
+def require_dp_group(sources: Sequence[RankInfo]) -> None:
+    """Raise ValueError unless these are all ranks of one dp group of one incarnation."""
+    if not sources:
+        raise ValueError("a request needs the ranks of the context instance; none were given")
+    if len({rank.incarnation for rank in sources}) > 1:
+        names = ", ".join(str(rank.rank_id) for rank in sources)
+        raise ValueError(f"the ranks of a request are of one incarnation, got {names}")
+    group = dp_group(sources, sources[0].shape.dp_rank)
+    if len(group) != len(sources):
+        raise ValueError(
+            f"expected ranks of dp group {sources[0].shape.dp_rank} alone, got ranks of others too"
+        )

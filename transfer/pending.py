@@ -6,6 +6,10 @@ Both are bounded by count, oldest out first, and hold no pages.
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
+
+from transfer.identity import Incarnation, RankId
+from transfer.outcome import Outcome
 
 
 class PendingCancels:
@@ -55,3 +59,47 @@ class EndedSessions:
 
     def __contains__(self, session: str) -> bool:
         return session in self._ids
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A request that ended before all receivers had granted it: who had, and why it ended."""
+
+    generation: Incarnation
+    granted: frozenset[int]
+    """Ranks that have granted it; those yet to come are told how it ended."""
+    missing: int
+    outcome: Outcome
+    reason: str
+
+
+class UnfinishedGrants:
+    """Requests that some receivers may still grant although they are over."""
+
+    def __init__(self, capacity: int = 4096) -> None:
+        self._capacity = capacity
+        self._ends: OrderedDict[str, Unfinished] = OrderedDict()
+
+    def remember(self, request_id: str, end: Unfinished) -> None:
+        """Keep it until the missing grants come."""
+        self._ends[request_id] = end
+        while len(self._ends) > self._capacity:
+            self._ends.popitem(last=False)
+
+    def take(self, request_id: str, peer: RankId) -> Unfinished | None:
+        """A rank grants this id: how it ended, if that grant was still missing.
+
+        A rank that has granted it before, or another instance, means a new request of that id.
+        """
+        end = self._ends.pop(request_id, None)
+        if end is None or peer.incarnation != end.generation or peer.rank in end.granted:
+            return None
+        if end.missing > 1:
+            self._ends[request_id] = Unfinished(
+                end.generation,
+                end.granted | {peer.rank},
+                end.missing - 1,
+                end.outcome,
+                end.reason,
+            )
+        return end

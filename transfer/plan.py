@@ -17,6 +17,7 @@ from transfer.held_blocks import ALL_BLOCKS, BlockPairs, HeldBlocks, block_pairs
 from transfer.page_runs import PageRun, page_runs
 from transfer.rank_info import PageBuffer, PageGroup, PageView, RankInfo
 from transfer.sharding import is_elected, is_elected_for_state, share_blocks
+from transfer.staged_cut import STAGING_MESSAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,8 @@ class TransferPlan:
     """Draft layers of a sender that drafts alone: nothing is read from their pages."""
     stages: bool = False
     """Whether pages can be gathered at the sender and scattered at the receiver."""
+    message_bytes: int = STAGING_MESSAGE_BYTES
+    """Most bytes of a staged message of more than one block."""
 
     @classmethod
     def between(cls, sender: RankInfo, receiver: RankInfo) -> TransferPlan:
@@ -108,6 +111,7 @@ class TransferPlan:
             receiver_only_drafts=_drafts_alone(receiver, sender),
             sender_only_drafts=_drafts_alone(sender, receiver),
             stages=sender.can_stage and receiver.can_stage,
+            message_bytes=min(sender.staging_message_bytes, receiver.staging_message_bytes),
         )
 
 

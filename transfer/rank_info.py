@@ -3,13 +3,13 @@
 Everything that decides whether and how pages map from one rank to another is here, and nothing else
 is consulted: ``check_peer`` and ``TransferPlan`` are functions of two of these values. Facts of the
 draft layers are absent from the wire when there are no shared draft layers, as is the ability to
-stage when there is none. Fields that this release does not know are ignored, so that a later one
-may add facts that old peers need not read.
+stage when there is none, and the size of its messages where it is the usual one. Fields that this
+release does not know are ignored, so that a later one may add facts that old peers need not read.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     ConfigDict,
@@ -19,12 +19,22 @@ from pydantic import (
     model_validator,
 )
 
-from transfer.identity import Incarnation
+from transfer.identity import Incarnation, RankId
+from transfer.staged_cut import STAGING_MESSAGE_BYTES
 from transfer.wire import PROTOCOL_VERSION, Message
 
 Owner = Literal["target", "draft"]
 Count = Annotated[int, Field(ge=0)]
 Size = Annotated[int, Field(ge=1)]
+
+
+OMITTED: Final[dict[str, object]] = {
+    "num_draft_layers": None,
+    "draft_kv_dtype": None,
+    "can_stage": False,
+    "staging_message_bytes": STAGING_MESSAGE_BYTES,
+}
+"""Values that are not sent: whoever reads nothing assumes them."""
 
 
 class RankFacts(Message):
@@ -148,6 +158,11 @@ class ParallelShape(RankFacts):
         """This rank's place among them."""
         return self.tp_rank % self.attention_tp_size
 
+    @property
+    def leads(self) -> bool:
+        """Whether this is the leader of its dp group: the rank that has the first tokens."""
+        return self.pp_rank == self.attention_tp_rank == self.cp_rank == 0
+
     @model_validator(mode="after")
     def _check_ranks(self) -> ParallelShape:
         for name, rank, size in (
@@ -198,10 +213,17 @@ class RankInfo(RankFacts):
     draft_kv_dtype: str | None = None
     can_stage: bool = False
     """Whether its memory can gather and scatter pages. Told by the agent, of the memory it has."""
+    staging_message_bytes: Size = STAGING_MESSAGE_BYTES
+    """Most bytes of a staged message of more than one block that suits this memory."""
     page_table: PageTable
     data_host: str
     """Where this rank's data listener accepts endpoints."""
     data_port: int = Field(ge=0, lt=1 << 16)
+
+    @property
+    def rank_id(self) -> RankId:
+        """Who this is."""
+        return RankId(self.incarnation, self.rank)
 
     @model_validator(mode="after")
     def _check_stages(self) -> RankInfo:
@@ -220,6 +242,5 @@ class RankInfo(RankFacts):
         return {
             name: value
             for name, value in fields.items()
-            if value not in (None, False)
-            or name not in ("num_draft_layers", "draft_kv_dtype", "can_stage")
+            if name not in OMITTED or value != OMITTED[name]
         }

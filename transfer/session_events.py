@@ -15,12 +15,13 @@ from transfer.outcome import PeerFate, PostStatus
 
 @dataclass(frozen=True, slots=True)
 class GrantRequested:
-    """Generation: grant ``prompt_tokens`` to the context rank; everything must be over in
-    ``deadline_ms``.
+    """Generation: grant ``prompt_tokens`` to the context rank, as do all ``receivers`` of this
+    instance; everything must be over in ``deadline_ms``.
     """
 
     prompt_tokens: int
     deadline_ms: int
+    receivers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,11 @@ class ShipRequested:
 
 @dataclass(frozen=True, slots=True)
 class HandOffRequested:
-    """Context: the first tokens are sampled and every block was given to ``ShipRequested``."""
+    """Context: the first tokens are sampled and every block was given to ``ShipRequested``. Only
+    the leader has the data.
+    """
 
-    data: HandoffData
+    data: HandoffData | None
 
 
 @dataclass(frozen=True, slots=True)

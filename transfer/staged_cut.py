@@ -11,38 +11,42 @@ import numpy.typing as npt
 from transfer.region import Staged
 
 STAGING_MESSAGE_BYTES: Final = 4 << 20
-"""Most bytes of a staged message of more than one block: few messages, and short waits while one
-is copied.
+"""Most bytes of a staged message of more than one block, in host memory: few messages, and short
+waits while one is copied. Other memories say what suits them; a pair takes the smaller.
 """
 Slots = npt.NDArray[np.int32]
 
 
-def most_blocks(block_bytes: int) -> int:
-    """Most blocks of one message; a block is never cut."""
-    return max(1, STAGING_MESSAGE_BYTES // block_bytes)
+def most_blocks(block_bytes: int, message_bytes: int) -> int:
+    """Most blocks of one message of up to ``message_bytes``; a block is never cut."""
+    return max(1, message_bytes // block_bytes)
 
 
-def most_bytes(block_bytes: int) -> int:
+def most_bytes(block_bytes: int, message_bytes: int) -> int:
     """Bytes of the largest message of such blocks."""
-    return most_blocks(block_bytes) * block_bytes
+    return most_blocks(block_bytes, message_bytes) * block_bytes
 
 
-def staged_messages(blocks: int, block_bytes: int) -> int:
+def staged_messages(blocks: int, block_bytes: int, message_bytes: int) -> int:
     """Messages that ``blocks`` blocks take."""
-    return -(-blocks // most_blocks(block_bytes))
+    return -(-blocks // most_blocks(block_bytes, message_bytes))
 
 
-def staged_lengths(blocks: int, block_bytes: int) -> Slots:
+def staged_lengths(blocks: int, block_bytes: int, message_bytes: int) -> Slots:
     """Blocks of each message, int32: as many as one takes, the rest in the last."""
-    most = most_blocks(block_bytes)
-    lengths = np.full(staged_messages(blocks, block_bytes), most, dtype=np.int32)
+    most = most_blocks(block_bytes, message_bytes)
+    lengths = np.full(staged_messages(blocks, block_bytes, message_bytes), most, dtype=np.int32)
     if blocks % most:
         lengths[-1] = blocks % most
     return lengths
 
 
 def staged_pieces(
-    group: int, slots: Slots, lengths: Sequence[int] | Slots, block_bytes: int
+    group: int,
+    slots: Slots,
+    lengths: Sequence[int] | Slots,
+    block_bytes: int,
+    message_bytes: int,
 ) -> Iterator[tuple[Staged, int]]:
     """Messages of group ``group`` on one end, each with its bytes.
 
@@ -52,7 +56,7 @@ def staged_pieces(
         raise ValueError(
             f"messages cover {int(np.sum(lengths, dtype=np.int64))} blocks, expected {len(slots)}"
         )
-    most = most_blocks(block_bytes)
+    most = most_blocks(block_bytes, message_bytes)
     start = 0
     for value in lengths:
         length = int(value)

@@ -6,22 +6,28 @@ lent nor freed before the peer is known dead. The pages that it stood for were n
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Final
 
 from transfer.page_staging import PageStaging
+
+logger = logging.getLogger(__name__)
 
 STAGING_BUFFERS: Final = 4
 """Of a pair: one is copied while others are under way."""
 
 
 class StagingBuffers:
-    """At most ``STAGING_BUFFERS`` buffers of ``size_bytes``, made when they are first needed."""
+    """At most ``STAGING_BUFFERS`` buffers of ``size_bytes``, made when they are first needed; fewer
+    where memory for more is not to be had.
+    """
 
     def __init__(self, staging: PageStaging, size_bytes: int) -> None:
         self.size_bytes: Final = size_bytes
         self._staging = staging
         self._free: list[Any] = []
         self._made = 0
+        self._most = STAGING_BUFFERS
         self._doubtful: list[Any] = []
         self._peer_dead = False
 
@@ -31,13 +37,23 @@ class StagingBuffers:
         return len(self._doubtful) * self.size_bytes
 
     def take(self) -> Any | None:
-        """A buffer, or None while all are lent or in doubt."""
+        """A buffer, or None while all are lent or in doubt. Raises MemoryError when there is no
+        memory for a single one.
+        """
         if self._free:
             return self._free.pop()
-        if self._made == STAGING_BUFFERS:
+        if self._made == self._most:
+            return None
+        try:
+            buffer = self._staging.message(self.size_bytes)
+        except MemoryError as error:
+            if not self._made:
+                raise
+            logger.warning("pages are staged in %d buffers: %s", self._made, error)
+            self._most = self._made
             return None
         self._made += 1
-        return self._staging.message(self.size_bytes)
+        return buffer
 
     def give_back(self, buffer: Any) -> None:
         """The request over this buffer has ended: nothing touches it any more."""

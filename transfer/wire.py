@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-# 1: first version. 2: runs of a chunk say whether they pass through staging.
-PROTOCOL_VERSION: Final = 2
+# 1: first version. 2: runs of a chunk say whether they pass through staging. 3: a grant says how
+# many ranks grant a request, and only the leader's handoff has data.
+PROTOCOL_VERSION: Final = 3
 MAGIC: Final = b"PF"
 HEADER: Final = struct.Struct("<2sHI")
 MAX_FRAME_BYTES: Final = 64 << 20

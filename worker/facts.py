@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from kvcache_core.layout import LayoutPlan
+from kvcache_core.spec import KVCacheLayerOwner, KVCacheLayerSpec
 from transfer.identity import Incarnation
 from transfer.page_table import draft_facts, page_table_of
 from transfer.rank_info import EngineFacts, ParallelShape, RankInfo
@@ -58,9 +60,15 @@ def engine_facts(loaded: LoadedModel, *, model_path: str, model_name: str) -> En
         model=model_name,
         model_hash=_digest(config, Path(model_path)),
         rope=tuple(sorted((name, _text(value)) for name, value in rope.items())),
-        kv_dtype=loaded.specs[0].dtype.value,
+        kv_dtype=kv_dtypes(loaded.specs),
         attention="grouped",
     )
+
+
+def kv_dtypes(specs: Iterable[KVCacheLayerSpec]) -> str:
+    """Element types of the target layers, whatever their order; a drafter's are told apart."""
+    found = {spec.dtype.value for spec in specs if spec.owner is KVCacheLayerOwner.TARGET}
+    return "+".join(sorted(found))
 
 
 def _digest(config: dict[str, Any], path: Path) -> str:

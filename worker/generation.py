@@ -80,7 +80,7 @@ class GenerationRole(Role):
         leg.enter(LegState.GRANTED)
         left_ms = max(1, leg.deadline_at_ms - self._desk.clock.now_ms())
         self._desk.leases.open_session(leg.request_id)
-        self._desk.transfers.grant(leg.request_id, source, leg.prompt_tokens, left_ms)
+        self._desk.transfers.grant(leg.request_id, (source,), leg.prompt_tokens, left_ms)
 
     def announced(self, request_id: str) -> None:
         """The context worker is about to compute the first chunk: pages are needed now."""
@@ -123,7 +123,7 @@ class GenerationRole(Role):
         leg = self._desk.legs.get("generation", event.request_id)
         if leg is None or leg.state is not LegState.RECEIVING or leg.landing is None:
             return
-        choices = event.data.choices
+        choices = () if event.data is None else event.data.choices
         if len(choices) != leg.n:
             message = f"handoff: expected {leg.n} first tokens, got {len(choices)}"
             self._desk.end(leg, Ending("failed", "bad_handoff", message, retryable=True))

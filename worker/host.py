@@ -171,26 +171,30 @@ class WorkerProcess:
     async def _start_agent(self, core: RankCore) -> tuple[TransferAgent, PeerAddress]:
         config = self._config
         device = core.loaded.device
+        info = rank_info(
+            core.loaded,
+            core.plan,
+            model_path=config.model_path,
+            model_name=config.model_name,
+            incarnation=config.incarnation,
+        )
+        memory = StoragePages(core.storage)
         agent = TransferAgent(
-            rank_info=rank_info(
-                core.loaded,
-                core.plan,
-                model_path=config.model_path,
-                model_name=config.model_name,
-                incarnation=config.incarnation,
-            ),
+            rank_info=info,
+            instance=(info,),
             views=views_of_groups(core.plan),
             transport=UcxTransport(
                 config.host,
                 require_transport=config.require_transport,
                 cuda_device=device.index if device.type == "cuda" else None,
             ),
-            memory=StoragePages(core.storage),
+            memory=memory,
             config=AgentConfig(
                 host=config.host,
                 cluster_token=config.cluster_token,
                 control_port=config.control_port,
                 limits=TransferLimits(floor_ms=config.transfer_timeout_ms),
+                costs=memory.costs,
             ),
             deliver=self._inbox.put,
         )

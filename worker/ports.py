@@ -131,7 +131,11 @@ class Transfers(Protocol):
     """
 
     def grant(
-        self, request_id: str, source: PeerAddress, prompt_tokens: int, deadline_ms: int
+        self,
+        request_id: str,
+        sources: Sequence[PeerAddress],
+        prompt_tokens: int,
+        deadline_ms: int,
     ) -> None: ...
 
     def ready(

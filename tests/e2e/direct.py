@@ -45,6 +45,15 @@ def read_line(process: subprocess.Popen[bytes], timeout_s: float) -> str:
     return line
 
 
+@dataclass(frozen=True)
+class WorkerStart:
+    """A worker that is to be started; ``settings`` are fields of its ``WorkerConfig``."""
+
+    instance: str
+    role: WorkerRole
+    settings: dict[str, Any]
+
+
 @dataclass
 class Worker:
     """One running worker process."""
@@ -83,19 +92,32 @@ class DirectCluster:
 
     def start_worker(self, instance: str, role: WorkerRole, **settings: Any) -> Worker:
         """Start one worker and wait until it listens."""
+        self.start_workers(WorkerStart(instance, role, settings))
+        return self.workers[instance]
+
+    def start_workers(self, *starts: WorkerStart) -> None:
+        """Start them all at once and wait until they listen."""
+        processes = [self._spawn(start) for start in starts]
+        for start, process in zip(starts, processes, strict=True):
+            line = read_line(process, START_TIMEOUT_S)
+            address = WorkerAddress.model_validate(json.loads(line))
+            self.workers[start.instance] = Worker(process, address)
+            self._routes[start.instance] = address
+
+    def _spawn(self, start: WorkerStart) -> subprocess.Popen[bytes]:
         config = WorkerConfig(
-            incarnation=Incarnation.mint(instance),
-            role=role,
+            incarnation=Incarnation.mint(start.instance),
+            role=start.role,
             model_path=str(self._model),
             model_name="test-model",
             cluster_token=TOKEN,
-            **settings,
+            **start.settings,
         )
         command = [sys.executable, "-m", "worker.host", "--config-json", "-"]
         with contextlib.ExitStack() as opened:
             log = None
             if self._logs is not None:
-                log = opened.enter_context(self.log_of(instance).open("ab"))
+                log = opened.enter_context(self.log_of(start.instance).open("ab"))
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
             )
@@ -103,11 +125,7 @@ class DirectCluster:
         assert process.stdin is not None
         process.stdin.write(config.model_dump_json().encode() + b"\n")
         process.stdin.flush()
-        address = WorkerAddress.model_validate(json.loads(read_line(process, START_TIMEOUT_S)))
-        worker = Worker(process, address)
-        self.workers[instance] = worker
-        self._routes[instance] = address
-        return worker
+        return process
 
     def log_of(self, instance: str) -> Path:
         """Where the instance writes, every incarnation after the other, if logs are kept."""

@@ -150,6 +150,7 @@ def test_a_worker_dies_under_twenty_requests(
     client.wait_quiet()
     free_before = client.free_blocks()
     others = {name: service.pid(name) for name in service.pids if name != instance}
+    front_end = service.front_end().pid
     bodies = {number: request_of(number, 60) for number in range(200, 220)}
     victim, incarnation = service.pid(instance), client.incarnation(instance)
 
@@ -163,6 +164,7 @@ def test_a_worker_dies_under_twenty_requests(
     service.wait_restarted(instance, victim, RESTART_S)
     client.wait_back(instance, incarnation, RESTART_S)
     assert {name: service.pid(name) for name in others} == others
+    assert service.front_end().pid == front_end
     whole = {n: got for n, got in answers.items() if got.error is None}
     for number, got in whole.items():
         assert_complete(reference, client, number, bodies[number], got)

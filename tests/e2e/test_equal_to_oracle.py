@@ -7,7 +7,7 @@ warm (the same again). Nothing ends early: every emitted token of every choice i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,8 +86,10 @@ def ask(client: Client, case: Case, temperature: float) -> Answer:
 Reports = dict[tuple[object, ...], tuple[str, OracleReport]]
 
 
-def judge(model: ReferenceModel, answers: Sequence[Answer], reports: Reports) -> None:
-    """Add a report for every distinct (prompt, output) that has none yet."""
+def judged(model: ReferenceModel, answers: Iterable[Answer], reports: Reports) -> Iterator[Answer]:
+    """Pass answers on as they come, with a report for every distinct (prompt, output) that has none
+    yet: the service goes on answering meanwhile.
+    """
     for answer in answers:
         for choice, output in enumerate(answer.outputs):
             key = (answer.prompt, output, answer.params, choice)
@@ -95,6 +97,7 @@ def judge(model: ReferenceModel, answers: Sequence[Answer], reports: Reports) ->
                 name = f"{answer.case.name}[{choice}] at {answer.params.temperature}"
                 report = check_equal(model, answer.prompt, output, answer.params, choice=choice)
                 reports[key] = (name, report)
+        yield answer
 
 
 @pytest.fixture(scope="module")
@@ -109,14 +112,13 @@ def test_fifty_prompts_cold_and_warm(
     assert len(ids) >= 2 * max(LENGTHS)
     wanted = list(itertools.product(cases(ids), TEMPERATURES))
     assert len(wanted) == 100
-    judged: Reports = {}
+    found: Reports = {}
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        cold = list(pool.map(lambda pair: ask(client, *pair), wanted))
-        asked_again = pool.map(lambda pair: ask(client, *pair), wanted)
-        judge(reference, cold, judged)  # while the warm answers are made
-        warm = list(asked_again)
-    judge(reference, warm, judged)
-    reports = list(judged.values())
+        asked = pool.map(lambda pair: ask(client, *pair), wanted)
+        cold = list(judged(reference, asked, found))
+        asked = pool.map(lambda pair: ask(client, *pair), wanted)
+        warm = list(judged(reference, asked, found))
+    reports = list(found.values())
     assert [a.cached_tokens for a in cold] == [0] * len(cold)
     for answer in warm:
         # The last token is always computed, for its logits.

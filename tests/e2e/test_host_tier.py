@@ -12,10 +12,10 @@ import pytest
 
 from tests.e2e.client import Client
 from tests.e2e.conftest import TinyModels
-from tests.e2e.direct import direct_cluster
+from tests.e2e.direct import WorkerStart, direct_cluster
 from tests.support.launched_service import LaunchedService
 from tests.support.oracle import ReferenceModel, check_equal
-from worker.messages import SamplingParams, WorkerRole
+from worker.messages import SamplingParams
 
 ROUNDS = 3
 OUTPUT_TOKENS = 5
@@ -76,17 +76,17 @@ def test_three_times_the_pools(tiny_models: TinyModels, family: str) -> None:
     model, tokenizer = tiny_models(family)
     block, prompt_blocks = 16, 6
     with direct_cluster(model, tokenizer) as cluster:
-        roles: tuple[WorkerRole, ...] = ("context", "generation")
-        for role in roles:
-            cluster.start_worker(
-                f"{role}-0",
-                role,
-                tokens_per_block=block,
-                max_batch_tokens=4 * block,
-                max_sequence_tokens=8 * block,
-                kv_cache_bytes=256 << 10,
-                host_cache_bytes=2 << 20,
-            )
+        settings = {
+            "tokens_per_block": block,
+            "max_batch_tokens": 4 * block,
+            "max_sequence_tokens": 8 * block,
+            "kv_cache_bytes": 256 << 10,
+            "host_cache_bytes": 2 << 20,
+        }
+        cluster.start_workers(
+            WorkerStart("context-0", "context", settings),
+            WorkerStart("generation-0", "generation", settings),
+        )
         client = cluster.start_front_end()
         blocks = int(max(client.by_instance("pageferry_worker_total_blocks").values()))
         assert 2 * prompt_blocks <= blocks <= 64

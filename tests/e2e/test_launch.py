@@ -76,25 +76,6 @@ def test_a_killed_front_end_is_back_on_the_same_port(
     assert service.pids == workers
 
 
-@pytest.mark.parametrize("instance", ["context-0", "generation-0"])
-def test_a_killed_worker_is_back_as_a_new_incarnation_and_nothing_else_restarts(
-    service: LaunchedService, client: Client, instance: str
-) -> None:
-    other = "generation-0" if instance == "context-0" else "context-0"
-    other_pid, front_end_pid = service.pid(other), service.front_end().pid
-    incarnation = client.incarnation(instance)
-    assert incarnation
-    started = time.monotonic()
-    old = service.kill(instance)
-    service.wait_restarted(instance, old, timeout_s=60)
-    client.wait_back(instance, incarnation, 60 - (time.monotonic() - started))
-    assert service.pid(other) == other_pid
-    assert service.front_end().pid == front_end_pid
-    for _ in range(3):
-        answer = client.chat(QUESTION, temperature=0)
-        assert "Paris" in answer["choices"][0]["message"]["content"]
-
-
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_when_the_launcher_ends(smollm2: Path, how: signal.Signals) -> None:
     """Even when the kernel kills it, and with a worker that is stopped and hears nothing."""

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.client import Client
 from tests.e2e.conftest import TinyModels
-from tests.e2e.direct import direct_cluster
+from tests.e2e.direct import WorkerStart, direct_cluster
 from tests.support.oracle import ReferenceModel, check_equal
 from worker.messages import SamplingParams
 
@@ -31,8 +31,10 @@ def test_token_one_comes_first_and_once_over_a_slow_context_connection(
     model, tokenizer = tiny
     reference = ReferenceModel(model)
     with direct_cluster(model, tokenizer) as cluster:
-        cluster.start_worker("context-0", "context", kv_cache_bytes=8 << 20)
-        cluster.start_worker("generation-0", "generation", kv_cache_bytes=8 << 20)
+        cluster.start_workers(
+            WorkerStart("context-0", "context", {"kv_cache_bytes": 8 << 20}),
+            WorkerStart("generation-0", "generation", {"kv_cache_bytes": 8 << 20}),
+        )
         cluster.slow_down("context-0", DELAY_S)
         client = cluster.start_front_end()
         for number in range(8):
@@ -68,19 +70,11 @@ def test_fifty_requests_on_a_decode_pool_of_two_prompts(tiny: tuple[Path, Path])
     block_bytes = BLOCK * 3 * 2 * 2 * 16 * 4
     blocks = 2 * (prompt_tokens + output_tokens) // BLOCK
     with direct_cluster(model, tokenizer) as cluster:
-        cluster.start_worker(
-            "context-0",
-            "context",
-            kv_cache_bytes=8 << 20,
-            tokens_per_block=BLOCK,
-            max_batch_tokens=2 * BLOCK,
-        )
-        cluster.start_worker(
-            "generation-0",
-            "generation",
-            kv_cache_bytes=blocks * block_bytes,
-            tokens_per_block=BLOCK,
-            max_batch_tokens=2 * BLOCK,
+        small = {"tokens_per_block": BLOCK, "max_batch_tokens": 2 * BLOCK}
+        pool_bytes = blocks * block_bytes
+        cluster.start_workers(
+            WorkerStart("context-0", "context", {**small, "kv_cache_bytes": 8 << 20}),
+            WorkerStart("generation-0", "generation", {**small, "kv_cache_bytes": pool_bytes}),
         )
         client = cluster.start_front_end()
         client.wait_quiet()

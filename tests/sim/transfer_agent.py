@@ -1,5 +1,5 @@
-"""What an agent is, around real sessions and real queues of posts: it routes by session id, carries
-out commands in order, and knows nothing of the protocol.
+"""What an agent and its pairs are, around real requests, sessions and queues of posts: it routes by
+session id, carries out commands in order, and knows nothing of the protocol.
 """
 
 from __future__ import annotations
@@ -8,21 +8,25 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 from typing_extensions import override
 
 from kvcache_core.lease import PageLease
 from tests.sim.transfer_memory import Buffer, Message, StampedMemory
 from tests.sim.transfer_network import Link, PostedEnd
-from tests.sim.transfer_process import CONTEXT, GENERATION, Process
+from tests.sim.transfer_process import CONTEXT, Process
+from transfer.agent_config import AgentConfig
 from transfer.agent_counters import TransferCounters
 from transfer.agent_events import AgentEvent, LeaseEnded, SessionEnded
-from transfer.context_session import ContextSession
+from transfer.agent_pair import Pair, Side
+from transfer.agent_requests import RequestBook, RunningRequest
 from transfer.costs import TransferCosts
 from transfer.deadlines import TransferLimits
 from transfer.generation_session import GenerationSession
-from transfer.identity import Incarnation
-from transfer.lease import leased_blocks
+from transfer.grants_in import GrantsIn
+from transfer.identity import Incarnation, RankId
+from transfer.leased_pages import LeasedPages
 from transfer.messages import Grant, HandoffData, SessionMessage
 from transfer.outcome import Outcome, PeerFate, PostStatus
 from transfer.pair_posts import PairPosts, Schedule
@@ -30,6 +34,7 @@ from transfer.pending import EndedSessions, PendingCancels
 from transfer.plan import TransferPlan
 from transfer.post_order import PostOrder
 from transfer.region import Post
+from transfer.request_transfer import LocalEvent, RequestTransfer
 from transfer.session import Session, SessionState
 from transfer.session_commands import (
     ArmDeadline,
@@ -48,15 +53,15 @@ from transfer.session_events import (
     GrantRequested,
     HandOffRequested,
     NoDecodeRequested,
-    PagesReady,
     PeerDied,
     PeerLost,
     PostEnded,
-    ShipRequested,
 )
 from transfer.transport import Completion, Ended, Endpoint, Lost, PostedRequest
 
 LIMITS = TransferLimits(floor_ms=600, least_bytes_per_ms=100, drain_ms=400)
+FAILURES = ("fail",)
+"""Why requests fail here: because the test says so."""
 LATE_MS = 500
 """A timer that is held up with its process waits this long for what has come meanwhile."""
 
@@ -154,15 +159,29 @@ class SimEndpoint(Endpoint):
         return SimRequest()
 
 
+@dataclass(frozen=True)
+class Peer:
+    """What is known of the process at the other end."""
+
+    incarnation: Incarnation
+    rank: int = 0
+
+    @property
+    def rank_id(self) -> RankId:
+        return RankId(self.incarnation, self.rank)
+
+
 class SimPair:
     """One end of a link with its sessions: what ``transfer.agent_pair`` is."""
 
     def __init__(self, agent: SimAgent, link: Link, peer: Incarnation, plan: TransferPlan) -> None:
         self.agent = agent
         self.link = link
-        self.peer = peer
+        self.peer = Peer(peer)
+        self.incarnation = peer
         self.plan = plan
         self.process = agent.process
+        self.side = (Side.CONTEXT, Side.GENERATION)[self.process.side]
         self.sessions: dict[str, Session] = {}
         self.armed: dict[str, int] = {}
         """When the timer of each session rings."""
@@ -201,19 +220,37 @@ class SimPair:
         if session is not None:
             self.drive(session, message)
         elif isinstance(message, Grant):
-            self.agent.granted(self, message)
+            self.agent.grants_in.take(self.as_pair, message)
         else:
             for watch in self.agent.watches:
                 watch(Stray(self.process, message))
 
+    @property
+    def as_pair(self) -> Pair:
+        """For what is written for the agent's own pairs."""
+        return cast(Pair, self)
+
+    def add(self, session: Session) -> None:
+        """A new session."""
+        self.sessions[session.session] = session
+
+    def send(self, message: SessionMessage) -> None:
+        """A message of no session."""
+        self.link.send(self.process.side, message)
+
+    def refuse(self, *reasons: str) -> None:
+        raise AssertionError(f"{self.process.name} refuses its peer: {reasons}")
+
     def drive(self, session: Session, event: object) -> None:
         """Let a session handle an event; carry out what it commands."""
+        if isinstance(event, FailureReported):
+            assert event.reason in FAILURES, f"the request was used wrongly: {event.reason}"
         before = session.state
         commands = session.handle(event, self.process.clock.now_ms)
         handled = Handled(self.process, session, event, before)
         self.agent.told(handled)
         for command in commands:
-            self._perform(session, command)
+            self._perform(session, command, event)
         if session.closed and self.sessions.pop(session.session, None) is not None:
             self.armed.pop(session.session, None)
             self.agent.closed(session)
@@ -223,15 +260,18 @@ class SimPair:
 
     def link_closed(self, reason: str) -> None:
         """This end is closed; its data endpoint is a little later."""
-        self.process.later(self.link.weather.teardown_ms, lambda: self._tell_loss(reason))
+        self.process.later(self.link.weather.teardown_ms, lambda: self._tear_down(reason))
 
     def peer_dead(self) -> None:
         """The peer's process is known dead, or through with this link."""
+        self.posts.when_still(self._tell_death)
+
+    def _tell_death(self) -> None:
+        self.posts.peer_dead()
         for session in tuple(self.sessions.values()):
             self.drive(session, PeerDied())
-        self.posts.peer_dead()
 
-    def _perform(self, session: Session, command: Command) -> None:
+    def _perform(self, session: Session, command: Command, cause: object) -> None:
         match command:
             case SendControl(message=message):
                 self.link.send(self.process.side, message)
@@ -239,7 +279,7 @@ class SimPair:
                 self._order.made(session.session, command.posts)
                 self.posts.add(session, command)
             case Report(event=event):
-                self.agent.report(event)
+                self.agent.book.heard(session, event, cause)
             case ArmDeadline(at_ms=at_ms):
                 self._arm(session, at_ms)
             case DropPeer(reason=reason):
@@ -268,7 +308,7 @@ class SimPair:
 
     def _check_buffer(self) -> None:
         """A staging buffer that a living peer may reach is kept."""
-        assert self.peer in self.agent.dead or not self.posts.settled, "a buffer was let go"
+        assert self.incarnation in self.agent.dead or not self.posts.settled, "a buffer was let go"
 
     def _post_over(self, session: Session, post: Post, end: Completion) -> None:
         if end.status is not PostStatus.DONE and not self.open and not self._told:
@@ -280,9 +320,12 @@ class SimPair:
         self._order.ended(session.session, post.id, self.process.clock.now_ms)
         self.drive(session, PostEnded(post.id, end.status))
 
-    def _tell_loss(self, reason: str) -> None:
+    def _tear_down(self, reason: str) -> None:
         self.link.torn_down[self.process.side] = True
-        is_dead = self.peer in self.agent.dead
+        self.posts.when_still(lambda: self._tell_loss(reason))
+
+    def _tell_loss(self, reason: str) -> None:
+        is_dead = self.incarnation in self.agent.dead
         fate = PeerFate.DEAD if is_dead else PeerFate.UNKNOWN
         for session in tuple(self.sessions.values()):
             self.drive(session, PeerLost(reason, fate))
@@ -294,6 +337,17 @@ class SimPair:
         broken, self._broken = self._broken, []
         for session, post, end in broken:
             self._end_post(session, post, end)
+
+
+class SimBook(RequestBook):
+    """Counts what begins."""
+
+    started: Counter[str]
+
+    @override
+    def open(self, side: Side, core: RequestTransfer, prompt_tokens: int) -> RunningRequest:
+        self.started[core.request_id] += 1
+        return super().open(side, core, prompt_tokens)
 
 
 class SimAgent:
@@ -316,26 +370,33 @@ class SimAgent:
         self.dead: set[Incarnation] = set()
         self.drops: list[str] = []
         self.started: Counter[str] = Counter()
-        """Sessions, and grants that were cancelled before, by request id."""
+        """Requests, and grants that ended before, by request id."""
         self.dialling: set[str] = set()
         """Request ids whose grant waits for a connection."""
         self.forgotten: set[str] = set()
-        """Request ids of sessions that are closed."""
+        """Ids of requests that are over."""
         self.deliver: Callable[[AgentEvent], None]
-        self._views = views
-        self._costs = costs
-        self._running: dict[str, tuple[SimPair, Session]] = {}
+        self.book = SimBook(
+            pages=LeasedPages(views),
+            counters=TransferCounters(),
+            deliver=lambda event: self.deliver(event),
+            over=self._request_over,
+        )
+        self.book.started = self.started
+        self._side = (Side.CONTEXT, Side.GENERATION)[process.side]
         self._cancels = PendingCancels()
         self._ended = EndedSessions()
+        self.grants_in = GrantsIn(
+            book=self.book,
+            cancels=self._cancels,
+            ended=self._ended,
+            config=AgentConfig(host="", cluster_token="", limits=LIMITS, costs=costs),
+        )
 
     def session(self, request_id: str) -> Session | None:
-        """The session of a request that is not closed."""
-        running = self._running.get(request_id)
-        return running[1] if running is not None else None
-
-    def report(self, event: AgentEvent) -> None:
-        """Hand an event to the engine."""
-        self.deliver(event)
+        """The session of a request that is not over."""
+        running = self.book.current(self._side, request_id)
+        return running.sessions[0] if running is not None else None
 
     def dial(self, request_id: str) -> bool:
         """A grant begins; False when it was cancelled before."""
@@ -348,60 +409,33 @@ class SimAgent:
 
     def grant(self, request_id: str, pair: SimPair, prompt_tokens: int, deadline_ms: int) -> None:
         self.dialling.remove(request_id)
+        name = f"{request_id}-{self.process.rng.getrandbits(64):x}"
+        running = self.book.open(
+            Side.GENERATION, RequestTransfer(request_id, 1, name), prompt_tokens
+        )
         session = GenerationSession(
             request_id=request_id,
-            session=f"{request_id}-{self.process.rng.getrandbits(64):x}",
-            peer=pair.peer,
+            session=name,
+            peer=pair.incarnation,
             plan=pair.plan,
             limits=LIMITS,
             tag=self.process.rng.getrandbits(64),
         )
-        self._start(pair, session)
-        pair.drive(session, GrantRequested(prompt_tokens, deadline_ms))
+        running.join(pair.as_pair, session)
+        pair.drive(session, GrantRequested(prompt_tokens, deadline_ms, 1))
 
     def no_connection(self, request_id: str) -> None:
         """A grant whose deadline passed before there was a connection."""
         self.dialling.remove(request_id)
         self._end_unstarted(request_id, Outcome.FAILED, "no connection")
 
-    def granted(self, pair: SimPair, grant: Grant) -> None:
-        if grant.session in self._ended:
-            return
-        assert self.process.side == CONTEXT
-        session = ContextSession(
-            request_id=grant.request_id,
-            session=grant.session,
-            peer=pair.peer,
-            plan=pair.plan,
-            limits=LIMITS,
-            costs=self._costs,
-        )
-        self._start(pair, session)
-        pair.drive(session, grant)
-        reason = self._cancels.take(grant.request_id)
-        if reason is not None:
-            pair.drive(session, CancelRequested(reason))
-
-    def ready(self, request_id: str, first_block: int, end_block: int, lease: PageLease) -> None:
-        running = self._running.get(request_id)
+    def give(self, request_id: str, first_block: int, end_block: int, lease: PageLease) -> None:
+        """``ready`` and ``ship``."""
+        running = self.book.current(self._side, request_id)
         if running is None:
             self.deliver(LeaseEnded(request_id, lease))
-            return
-        pair, session = running
-        sides = tuple(group.receiver for group in pair.plan.groups)
-        blocks = leased_blocks(lease, sides, self._views)
-        assert lease.first_block == first_block
-        pair.drive(session, PagesReady(end_block, blocks))
-
-    def ship(self, request_id: str, first_block: int, end_block: int, lease: PageLease) -> None:
-        running = self._running.get(request_id)
-        if running is None:
-            self.deliver(LeaseEnded(request_id, lease))
-            return
-        pair, session = running
-        sides = tuple(group.sender for group in pair.plan.groups)
-        blocks = leased_blocks(lease, sides, self._views)
-        pair.drive(session, ShipRequested(first_block, end_block, blocks))
+        else:
+            running.give(first_block, end_block, lease)
 
     def announce(self, request_id: str) -> None:
         self._tell(request_id, AnnounceRequested())
@@ -416,48 +450,40 @@ class SimAgent:
         self._tell(request_id, FailureReported(reason))
 
     def cancel(self, request_id: str, reason: str) -> None:
+        running = self.book.current(self._side, request_id)
         if request_id in self.dialling:
             self.dialling.remove(request_id)
             self._end_unstarted(request_id, Outcome.CANCELLED, reason)
-        elif request_id in self._running:
-            self._tell(request_id, CancelRequested(reason))
+        elif running is not None:
+            running.tell(CancelRequested(reason))
         else:
             self._cancels.remember(request_id, reason)
 
     def peer_known_dead(self, incarnation: Incarnation) -> None:
         self.dead.add(incarnation)
         for pair in self.pairs:
-            if pair.peer == incarnation and pair.open:
+            if pair.incarnation == incarnation and pair.open:
                 pair.link.close(self.process.side, "peer died")
         for pair in self.pairs:
-            if pair.peer == incarnation and pair.lost:
+            if pair.incarnation == incarnation and pair.lost:
                 pair.peer_dead()
 
     def closed(self, session: Session) -> None:
         """Nothing of a session is left."""
         self._ended.add(session.session)
-        self._cancels.over(session.request_id)
-        self.forgotten.add(session.request_id)
-        running = self._running.get(session.request_id)
-        if running is not None and running[1] is session:
-            del self._running[session.request_id]
 
-    def _start(self, pair: SimPair, session: Session) -> None:
-        earlier = self.session(session.request_id)
-        assert earlier is None or earlier.outcome is not Outcome.PENDING
-        self.started[session.request_id] += 1
-        self._running[session.request_id] = (pair, session)
-        pair.sessions[session.session] = session
+    def _request_over(self, running: RunningRequest) -> None:
+        self.forgotten.add(running.request_id)
+        self._cancels.over(running.request_id)
+        if running.side is Side.CONTEXT:
+            self.grants_in.over(running)
 
-    def _tell(self, request_id: str, event: object) -> None:
-        running = self._running.get(request_id)
+    def _tell(self, request_id: str, event: LocalEvent) -> None:
+        running = self.book.current(self._side, request_id)
         if running is not None:
-            running[0].drive(running[1], event)
+            running.tell(event)
 
     def _end_unstarted(self, request_id: str, outcome: Outcome, reason: str) -> None:
         self.started[request_id] += 1
         self._cancels.over(request_id)
         self.deliver(SessionEnded(request_id, outcome, reason, 0, 0))
-
-
-__all__ = ["GENERATION", "Handled", "SimAgent", "SimPair"]

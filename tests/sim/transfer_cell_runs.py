@@ -40,6 +40,7 @@ VARIANTS: Final = 3
 cannot come before, right after it. Each on another terrain.
 """
 LATER_MS: Final = 10
+LOOK_MS: Final = 5
 SHORT_MS, LONG_MS = 100, 1_500
 """Less than sessions wait for their peer, and more."""
 STRETCH_MS: Final = (300, 300)
@@ -88,6 +89,7 @@ class CellRun:
         self.world.watches += [self._watch, self._look]
         self.ranks = (self.world.contexts[0], self.world.generations[0])
         self.deeds_done = False
+        self.looking = False
         self.hits: list[SessionState | str] = []
         """States in which the cancellation came."""
         self.outcome_then = Outcome.PENDING
@@ -156,8 +158,18 @@ class CellRun:
     def _look(self, seen: Handled | Stray) -> None:
         """Whether it is time for the deeds: either end may have brought that about."""
         session = self.rank.agent.session(REQUEST)
-        if session is not None and self._is_time(session):
+        if session is None or self.deeds_done:
+            return
+        if self._is_time(session):
             self.world.clock.after(0, partial(self._do_deeds, session))
+        elif session.state is self.recipe.at and not self.looking:
+            # Pages begin to move without a word of either session.
+            self.looking = True
+            self.world.clock.after(LOOK_MS, partial(self._look_again, seen))
+
+    def _look_again(self, seen: Handled | Stray) -> None:
+        self.looking = False
+        self._look(seen)
 
     def _is_time(self, session: Session) -> bool:
         recipe = self.recipe

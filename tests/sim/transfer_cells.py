@@ -88,7 +88,7 @@ class Recipe:
 
 
 _QUICK: Final = replace(_SCRIPT, chunk_ms=(0, 0), chunk_blocks=8)
-_STREAM: Final = replace(_SCRIPT, chunk_blocks=1, chunk_ms=(5, 5), allocate_ms=(0, 0))
+_STREAM: Final = replace(_SCRIPT, chunk_blocks=1, chunk_ms=(12, 12), allocate_ms=(0, 0))
 """Chunks cross whatever the receiver says."""
 _ENDS_EARLY: Final = replace(_SCRIPT, no_decode=True)
 _SLOW_MOVES: Final = replace(_WEATHER, move_ms=(60, 90))

@@ -136,6 +136,7 @@ class SimEngine:
                 heard.chunks_end = end_block
                 self._check_content(self._legs[request_id], end_block)
             case HandoffReceived(request_id=request_id, data=data):
+                assert data is not None
                 assert data.choices[0].token == TOKEN
                 self._decode(request_id)
             case NoDecodeReceived():
@@ -217,7 +218,7 @@ class SimEngine:
     def _ship(self, request_id: str, leg: Leg, start: int, end: int) -> None:
         assert leg.cache is not None
         lease = self._lease(leg.cache, start, end)
-        self.agent.ship(request_id, start, end, lease)
+        self.agent.give(request_id, start, end, lease)
 
     # Generation.
 
@@ -240,7 +241,7 @@ class SimEngine:
         leg.lands_from = end if matched == len(prompt) else matched // block
         self._lend(leg, cache, leg.lands_from)
         lease = self._lease(cache, leg.lands_from, end)
-        self.agent.ready(request_id, leg.lands_from, end, lease)
+        self.agent.give(request_id, leg.lands_from, end, lease)
 
     def _decode(self, request_id: str) -> None:
         leg, prompt = self._legs[request_id], self._legs[request_id].script.prompt

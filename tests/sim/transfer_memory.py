@@ -7,7 +7,7 @@ anew or changed under a request that has not ended is found at once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,9 +16,10 @@ from typing_extensions import override
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.lease import PageLease
 from kvcache_core.ports import PageCopier, SlotArray
-from tests.sim.transfer_network import PostedEnd
+from tests.sim.transfer_network import Action, PostedEnd
 from transfer.copy_plan import CopyPlan, Slots
 from transfer.page_staging import PageStaging
+from transfer.passes import PassOver
 from transfer.transport import PageMemory
 
 Place = tuple[int, int]
@@ -51,13 +52,15 @@ class Buffer:
 class StampedMemory(PageCopier, PageMemory):
     """Memory of one rank."""
 
-    def __init__(self, layout: LayoutPlan, *, stages: bool) -> None:
+    def __init__(self, layout: LayoutPlan, staging: SimStaging | None) -> None:
         self._pools = [len(group.slot_bytes) for group in layout.pool_groups]
         self._content: dict[tuple[int, int, int], Value] = {}
         self._owner: dict[Place, str] = {}
         self._leases: Counter[Place] = Counter()
         self._ends: dict[Place, list[PostedEnd]] = {}
-        self._staging = SimStaging(self) if stages else None
+        self._staging = staging
+        if staging is not None:
+            staging.memory = self
         self.writes = 0
         """Pages written by moves."""
 
@@ -223,12 +226,14 @@ class Message(Buffer):
 
     values: list[Value] = field(default_factory=list)
     ends: list[PostedEnd] = field(default_factory=list)
+    in_pass: bool = False
 
     def __getitem__(self, part: slice) -> Message:
         return self
 
     @override
     def posted(self, end: PostedEnd) -> None:
+        assert not self.in_pass, "a staging buffer was posted in the middle of a pass"
         self.ends.append(end)
 
     @override
@@ -245,24 +250,49 @@ class Message(Buffer):
 
 
 class SimStaging(PageStaging):
-    """Gathers and scatters values."""
+    """Gathers and scatters values, one pass after the other. ``later`` calls back when a pass has
+    taken its time: then it touches what it touches, and nobody may have taken that meanwhile.
+    """
 
-    def __init__(self, memory: StampedMemory) -> None:
-        self._memory = memory
+    def __init__(self, message_bytes: int, later: Callable[[Action], None]) -> None:
+        self.memory: StampedMemory
         self.passes = 0
+        self._message_bytes = message_bytes
+        self._later = later
+
+    @property
+    @override
+    def message_bytes(self) -> int:
+        return self._message_bytes
 
     @override
     def message(self, size_bytes: int) -> Message:
         return Message()
 
     @override
-    def gather(self, plan: CopyPlan, pool_group: int, slots: Slots, message: Message) -> None:
-        message.check_free()
-        message.values = self._memory.whole(pool_group, slots).read()
-        self.passes += 1
+    def gather(
+        self, plan: CopyPlan, pool_group: int, slots: Slots, message: Message, over: PassOver
+    ) -> None:
+        run = self.memory.whole(pool_group, slots)
+        self._pass(message, lambda: message.write(run.read()), over)
 
     @override
-    def scatter(self, plan: CopyPlan, message: Message, pool_group: int, slots: Slots) -> None:
+    def scatter(
+        self, plan: CopyPlan, message: Message, pool_group: int, slots: Slots, over: PassOver
+    ) -> None:
+        run = self.memory.whole(pool_group, slots)
+        self._pass(message, lambda: run.write(message.read()), over)
+
+    def _pass(self, message: Message, copy: Action, over: PassOver) -> None:
+        assert not message.in_pass, "two passes share a staging buffer"
         message.check_free()
-        self._memory.whole(pool_group, slots).write(message.values)
+        message.in_pass = True
         self.passes += 1
+
+        def finish() -> None:
+            message.check_free()
+            message.in_pass = False
+            copy()
+            over("")
+
+        self._later(finish)

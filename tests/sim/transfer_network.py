@@ -135,7 +135,7 @@ class Link:
     @property
     def moving(self) -> bool:
         """Whether pages are under way that both ends have posted."""
-        return any(end.peer is not None and not end.over for end in self._ends)
+        return any(end.peer is not None and not end.moved for end in self._ends if not end.over)
 
     def send(self, side: int, message: SessionMessage) -> None:
         """Control message from ``side`` to the other."""

@@ -26,6 +26,7 @@ class Process:
         self.alive = True
         self.was_paused = False
         self._paused_until_ms = 0
+        self._turn_ms = 0
         self._backlog: deque[Action] = deque()
 
     @property
@@ -58,6 +59,17 @@ class Process:
     def soon(self, action: Callable[[], None]) -> None:
         """Run in a later turn."""
         self.clock.after(0, partial(self.run, action))
+
+    def in_turn(self, range_ms: tuple[int, int], action: Action) -> None:
+        """Run after a random time, but not before what was given here earlier; at once when there
+        is nothing to wait for.
+        """
+        wait_ms = self.rng.randint(*range_ms)
+        self._turn_ms = max(self._turn_ms, self.clock.now_ms + wait_ms)
+        if range_ms[1]:
+            self.clock.after(self._turn_ms - self.clock.now_ms, partial(self.run, action))
+        else:
+            action()
 
     def _wake(self) -> None:
         while self._backlog and self.alive and not self.paused:

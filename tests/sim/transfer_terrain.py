@@ -24,6 +24,8 @@ class Terrain:
     layouts: tuple[LayoutPlan, LayoutPlan]
     plan: TransferPlan
     costs: TransferCosts
+    pass_ms: int = 0
+    """A gather or scatter takes up to so long, as on a device; with 0 it is over at once."""
 
     @property
     def views(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
@@ -42,13 +44,22 @@ def _layout(tokens_per_page: int | None = None) -> LayoutPlan:
     return LayoutPlan.derive(specs, tokens_per_block=BLOCK)
 
 
-def _terrain(name: str, receiver: LayoutPlan, *, can_stage: bool, costs: TransferCosts) -> Terrain:
+def _message_bytes(layout: LayoutPlan) -> int:
+    """Two blocks a message: what is staged takes several."""
+    return 2 * max(sum(group.slot_bytes) for group in layout.pool_groups)
+
+
+def _terrain(
+    name: str, receiver: LayoutPlan, *, can_stage: bool, costs: TransferCosts, pass_ms: int = 0
+) -> Terrain:
     sender = _layout()
     ends = [
-        rank_info(layout, name=side).model_copy(update={"can_stage": can_stage})
+        rank_info(layout, name=side).model_copy(
+            update={"can_stage": can_stage, "staging_message_bytes": _message_bytes(layout)}
+        )
         for side, layout in (("c", sender), ("g", receiver))
     ]
-    return Terrain(name, (sender, receiver), TransferPlan.between(*ends), costs)
+    return Terrain(name, (sender, receiver), TransferPlan.between(*ends), costs, pass_ms)
 
 
 WHOLE: Final = _terrain("whole", _layout(), can_stage=False, costs=TransferCosts())
@@ -56,7 +67,7 @@ WHOLE: Final = _terrain("whole", _layout(), can_stage=False, costs=TransferCosts
 STAGED: Final = _terrain("staged", _layout(), can_stage=True, costs=TransferCosts(message_us=1e6))
 """Messages are so dear that all is gathered."""
 MIXED: Final = _terrain(
-    "mixed", _layout(BLOCK // 2), can_stage=True, costs=TransferCosts(message_us=0)
+    "mixed", _layout(BLOCK // 2), can_stage=True, costs=TransferCosts(message_us=0), pass_ms=40
 )
 """Kernel pages of one layer differ, so that its group has to be gathered; the window's does not."""
 TERRAINS: Final = (WHOLE, STAGED, MIXED)

@@ -10,7 +10,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from unittest.mock import patch
 
@@ -21,7 +21,7 @@ from tests.sim.transfer_network import Weather
 from tests.sim.transfer_process import CONTEXT, GENERATION
 from tests.sim.transfer_terrain import BLOCK, TERRAINS
 from tests.sim.transfer_world import World
-from transfer import staged_cut, staging_buffers
+from transfer import staging_buffers
 from transfer.messages import CancelSession
 from transfer.outcome import Outcome
 from transfer.session import SessionState
@@ -39,11 +39,8 @@ class TrialFailed(AssertionError):
 
 @contextmanager
 def trial(world: World, name: str, replay: str) -> Iterator[None]:
-    """Run within: few and small staging buffers, and a failure tells the story of ``world``."""
-    with ExitStack() as changed:
-        changed.enter_context(patch.object(staging_buffers, "STAGING_BUFFERS", 2))
-        largest = max(group.block_bytes for group in world.terrain.plan.groups)
-        changed.enter_context(patch.object(staged_cut, "STAGING_MESSAGE_BYTES", 2 * largest))
+    """Run within: few staging buffers, and a failure tells the story of ``world``."""
+    with patch.object(staging_buffers, "STAGING_BUFFERS", 2):
         try:
             yield
         except Exception as error:

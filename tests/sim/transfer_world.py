@@ -11,7 +11,7 @@ from functools import partial
 
 from tests.sim.transfer_agent import LIMITS, Handled, SimAgent, SimPair, Watch
 from tests.sim.transfer_engine import Script, SimEngine
-from tests.sim.transfer_memory import StampedMemory
+from tests.sim.transfer_memory import SimStaging, StampedMemory
 from tests.sim.transfer_network import Clock, Link, Weather
 from tests.sim.transfer_process import CONTEXT, GENERATION, Process
 from tests.sim.transfer_terrain import Terrain
@@ -224,13 +224,13 @@ class World:
     def _pair(self, context: Rank, generation: Rank) -> SimPair | None:
         """The generation's end of an open link to the context, if one can be had."""
         peer = context.process.incarnation
-        mine = [pair for pair in generation.agent.pairs if pair.peer == peer]
+        mine = [pair for pair in generation.agent.pairs if pair.incarnation == peer]
         if mine and mine[-1].open:
             return mine[-1]
         if not context.process.alive or context.process.paused:
             return None
         own = generation.process.incarnation
-        theirs = [pair for pair in context.agent.pairs if pair.peer == own]
+        theirs = [pair for pair in context.agent.pairs if pair.incarnation == own]
         if not all(pair.quiet for pair in (*mine, *theirs)):
             return None
         # Each end has shown itself anew: it is through with the earlier link.
@@ -265,7 +265,10 @@ class World:
         incarnation = Incarnation(instance=name, nonce=str(self._nonces))
         process = Process(side, incarnation, self.clock, self.rng)
         layout = self.terrain.layouts[side]
-        memory = StampedMemory(layout, stages=self.terrain.plan.stages)
+        plan = self.terrain.plan
+        in_turn = partial(process.in_turn, (0, self.terrain.pass_ms))
+        staging = SimStaging(plan.message_bytes, in_turn) if plan.stages else None
+        memory = StampedMemory(layout, staging)
         agent = SimAgent(
             process,
             memory,
@@ -320,7 +323,9 @@ class World:
         for rank in self.ranks:
             for pair in rank.agent.pairs if rank.process.alive else ():
                 if pair.sessions or not (pair.posts.settled or pair.open):
-                    found = [one for one in self.ranks if one.process.incarnation == pair.peer]
+                    found = [
+                        one for one in self.ranks if one.process.incarnation == pair.incarnation
+                    ]
                     return next(one for one in found if one.process.alive)
         return None
 
@@ -338,7 +343,7 @@ class World:
                 assert pair.posts.quiet.is_set(), f"{rank.process.name} waits for a request"
                 for session in pair.sessions.values():
                     assert session.state is SessionState.DOUBT, session.story
-                    assert pair.peer not in agent.dead, "doubt of a process known dead"
+                    assert pair.incarnation not in agent.dead, "doubt of a process known dead"
             rank.engine.check_doubt()
             assert not (self._is_calm and agent.drops), f"dropped for nothing: {agent.drops}"
         for request in self.requests:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
@@ -26,11 +26,11 @@ from transfer.costs import TransferCosts
 from transfer.deadlines import TransferLimits
 from transfer.generation_session import GenerationSession
 from transfer.identity import Incarnation, PeerAddress
-from transfer.lease import TransferLease, leased_blocks, views_of_groups
+from transfer.lease import GroupBlocks, LeasedBlocks, TransferLease, views_of_groups
 from transfer.messages import Grant, HandoffData
 from transfer.outcome import PeerFate, PostStatus
 from transfer.page_table import page_table_of
-from transfer.plan import TransferPlan
+from transfer.plan import GroupSide, TransferPlan
 from transfer.rank_info import EngineFacts, ParallelShape, RankInfo
 from transfer.region import Region
 from transfer.session_commands import (
@@ -266,8 +266,13 @@ class SimTransfers(Transfers):
 
     @override
     def grant(
-        self, request_id: str, source: PeerAddress, prompt_tokens: int, deadline_ms: int
+        self,
+        request_id: str,
+        sources: Sequence[PeerAddress],
+        prompt_tokens: int,
+        deadline_ms: int,
     ) -> None:
+        (source,) = sources
         peer = self.network.members[source.incarnation]
         name = f"s{self.network.name()}"
         plan = TransferPlan.between(peer.rank_info(), self.rank_info())
@@ -293,8 +298,15 @@ class SimTransfers(Transfers):
             self._hand_back(request_id, lease)
             return
         sides = [group.receiver for group in end.plan.groups]
-        blocks = leased_blocks(lease, sides, self._views)
+        blocks = self._leased(lease, sides)
         self._locally(end, PagesReady(end_block, blocks))
+
+    def _leased(self, lease: TransferLease, sides: list[GroupSide]) -> LeasedBlocks:
+        groups = (
+            GroupBlocks(lease.first_block, lease.slots(self._views[side.layer_group]))
+            for side in sides
+        )
+        return LeasedBlocks(lease, tuple(groups))
 
     @override
     def announce(self, request_id: str) -> None:
@@ -309,7 +321,7 @@ class SimTransfers(Transfers):
             self._hand_back(request_id, lease)
             return
         sides = [group.sender for group in end.plan.groups]
-        blocks = leased_blocks(lease, sides, self._views)
+        blocks = self._leased(lease, sides)
         self._locally(end, ShipRequested(first_block, end_block, blocks))
 
     @override

@@ -31,6 +31,7 @@ from transfer.lease import TransferLease
 from transfer.messages import ChoiceHandoff, HandoffData
 from transfer.outcome import Outcome
 from transfer.page_staging import HostStaging, PageStaging
+from transfer.passes import AtOnce
 from transfer.rank_info import (
     EngineFacts,
     PageBuffer,
@@ -43,7 +44,7 @@ from transfer.rank_info import (
 from transfer.transport import PageMemory, Transport
 
 TOKEN = "the token of the cluster"
-WAIT_S = 10.0
+WAIT_S = 30.0
 GROUPS = {0: (4096, 1024), 1: (2048,)}
 """Slot bytes by layer group; group 1 keeps a window."""
 VIEWS = {0: 0, 1: 2}
@@ -136,7 +137,8 @@ class ArrayMemory(PageMemory):
             {
                 group: [self.pools[group, pool] for pool in range(len(slot_bytes))]
                 for group, slot_bytes in groups.items()
-            }
+            },
+            AtOnce(),
         )
 
     @property
@@ -152,7 +154,7 @@ class ArrayMemory(PageMemory):
 
 
 class UnstagedMemory(ArrayMemory):
-    """Pools that nothing can gather, as those of a device."""
+    """Pools that nothing can gather."""
 
     @property
     @override
@@ -269,6 +271,7 @@ async def start_node(name: str, transport: Transport, facts: NodeFacts | None = 
     engine = Engine()
     agent = TransferAgent(
         rank_info=info,
+        instance=(info,),
         views=facts.views,
         transport=transport,
         memory=memory,
@@ -320,7 +323,7 @@ def token_rows(node: Node, key: tuple[int, int], slots: list[int]) -> npt.NDArra
 
 async def granted(context: Node, generation: Node, request_id: str, deadline_ms: int) -> None:
     """Up to the announcement."""
-    generation.agent.grant(request_id, context.address, 100, deadline_ms)
+    generation.agent.grant(request_id, (context.address,), 100, deadline_ms)
     await context.engine.expect(GrantReceived, request_id)
     context.agent.announce(request_id)
     await generation.engine.expect(AnnounceReceived, request_id)

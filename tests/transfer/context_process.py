@@ -46,6 +46,7 @@ class ContextFacts:
     tokens_per_page: int = TOKENS_PER_BLOCK
     message_us: float = TransferCosts().message_us
     chunk_blocks: int = 4
+    on_gpu: bool = False
 
     @classmethod
     def read(cls, text: str) -> Self:
@@ -78,19 +79,32 @@ def fill_tokens(memory: ArrayMemory, facts: ContextFacts) -> None:
             array[slot] = np.repeat(pages.reshape(-1), array.shape[1] // values.size)
 
 
+def _memory(facts: ContextFacts) -> ArrayMemory:
+    if not facts.on_gpu:
+        memory = ArrayMemory(facts.num_slots, facts.groups)
+        fill_tokens(memory, facts)
+        return memory
+    # torch takes seconds to load.
+    from tests.transfer.device_memory import CudaMemory
+
+    on_gpu = CudaMemory(facts.num_slots, facts.groups)
+    fill_tokens(on_gpu, facts)
+    on_gpu.upload()
+    return on_gpu
+
+
 class ContextProcess:
     """Ships as soon as it is granted."""
 
     def __init__(self, facts: ContextFacts) -> None:
         self._facts = facts
-        memory = ArrayMemory(facts.num_slots, facts.groups)
-        fill_tokens(memory, facts)
+        memory = _memory(facts)
+        info = rank_info("context", groups=facts.groups, tokens_per_page=facts.tokens_per_page)
         self.agent = TransferAgent(
-            rank_info=rank_info(
-                "context", groups=facts.groups, tokens_per_page=facts.tokens_per_page
-            ),
+            rank_info=info,
+            instance=(info,),
             views=VIEWS,
-            transport=UcxTransport("127.0.0.1"),
+            transport=UcxTransport("127.0.0.1", cuda_device=0 if facts.on_gpu else None),
             memory=memory,
             config=AgentConfig(
                 host="127.0.0.1",

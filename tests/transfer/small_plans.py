@@ -29,11 +29,11 @@ def _halves_change_places(group: GroupPlan) -> GroupPlan:
     )
 
 
-PLAN = TransferPlan((_group(0, (64, 16)), _group(1, (32,))))
-"""Group 0 has two pools."""
+PLAN = TransferPlan((_group(0, (64, 16)), _group(1, (32,))), message_bytes=2 * 80)
+"""Group 0 has two pools. A staged message takes two of its blocks."""
 STAGING_PLAN = replace(PLAN, stages=True)
 """Both memories can stage."""
-MIXED_PLAN = TransferPlan((_halves_change_places(PLAN.groups[0]), PLAN.groups[1]), stages=True)
+MIXED_PLAN = replace(STAGING_PLAN, groups=(_halves_change_places(PLAN.groups[0]), PLAN.groups[1]))
 """Layouts of group 0 differ."""
 DEAR_MESSAGES = TransferCosts(message_us=1e6)
 """Whatever can be staged is."""

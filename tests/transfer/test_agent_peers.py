@@ -85,7 +85,7 @@ async def ipc_world() -> AsyncIterator[World]:
 
 async def failed(generation: Node, context: Node, request_id: str = "r") -> str:
     """Grant a request and return why it failed."""
-    generation.agent.grant(request_id, context.address, 10, 20_000)
+    generation.agent.grant(request_id, (context.address,), 10, 20_000)
     end = await generation.engine.expect(SessionEnded, request_id)
     assert end.outcome is Outcome.FAILED
     return end.reason
@@ -118,7 +118,7 @@ async def test_both_sides_must_prove_the_token(world: World) -> None:
     address = generation.address.model_copy(
         update={"control_port": server.sockets[0].getsockname()[1]}
     )
-    generation.agent.grant("r", address, 10, 20_000)
+    generation.agent.grant("r", (address,), 10, 20_000)
     end = await generation.engine.expect(SessionEnded, "r")
     assert "PAGEFERRY_CLUSTER_TOKEN" in end.reason
     server.close()
@@ -186,7 +186,7 @@ async def test_another_protocol_version_is_refused_with_both_numbers(world: Worl
     address = context.address.model_copy(
         update={"control_port": server.sockets[0].getsockname()[1]}
     )
-    generation.agent.grant("r", address, 10, 20_000)
+    generation.agent.grant("r", (address,), 10, 20_000)
     end = await generation.engine.expect(SessionEnded, "r")
     assert f"ours is {PROTOCOL_VERSION}, the peer's is {other}" in end.reason
     # The other side can read our number in the header of what it is told.
@@ -244,7 +244,7 @@ async def test_warming_connects_ahead(world: World) -> None:
     wire = await world.wire(context)
     generation = await world.node("generation")
     await generation.agent.warm(context.address)
-    assert generation.agent.lanes == {str(context.info.incarnation): "self"}
+    assert generation.agent.lanes == {str(context.info.rank_id): "self"}
     await Transfer("r", [1], [2]).run(context, generation)
     assert wire.connections == 1
     with pytest.raises(ConnectionError):
@@ -343,7 +343,7 @@ async def test_a_silent_peer_is_lost_by_missed_heartbeats(world: World) -> None:
     context = await world.node("context")
     wire = await world.wire(context)
     generation = await world.node("generation")
-    generation.agent.grant("r", context.address, 10, 20_000)
+    generation.agent.grant("r", (context.address,), 10, 20_000)
     await context.engine.expect(GrantReceived, "r")
     started = asyncio.get_running_loop().time()
     wire.stop_flow()

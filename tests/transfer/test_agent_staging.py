@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from tests.transfer.agent_rig import (
+    GROUPS,
     HANDOFF,
     Node,
     NodeFacts,
@@ -20,6 +23,7 @@ from tests.transfer.agent_rig import (
     lease,
     start_node,
 )
+from tests.transfer.device_memory import DeviceMemory
 from transfer import staged_cut, staging_buffers
 from transfer.agent_events import (
     AnnounceReceived,
@@ -34,14 +38,44 @@ from transfer.costs import TransferCosts
 from transfer.deadlines import TransferLimits
 from transfer.inprocess import InProcessTransport, Network
 from transfer.outcome import Outcome
+from worker import device_staging
+from worker.device_staging import HostDevice
 
 BLOCK_BYTES = 4096 + 1024 + 2048
 BUFFER_BYTES = 2 * (4096 + 1024)
 DEAR = TransferCosts(message_us=1e6)
 FRAGMENTED = NodeFacts(num_slots=512, costs=DEAR)
 SMALL_PAGES = NodeFacts(num_slots=512, tokens_per_page=4)
+
+
+class GatedDevice(HostDevice):
+    """The CPU as a device that can be made to stand still in the middle of a pass."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.stands = False
+
+    @override
+    def run(self, work: Callable[[], None]) -> None:
+        if not self.gate.is_set():
+            self.stands = True
+            self.gate.wait()
+        work()
+
+
+class GatedMemory(DeviceMemory):
+    """Pools whose passes can be held up."""
+
+    def __init__(self, num_slots: int, groups: Mapping[int, tuple[int, ...]] = GROUPS) -> None:
+        self.device = GatedDevice()
+        super().__init__(self.device, num_slots, groups)
+
+
+DEVICE = replace(FRAGMENTED, memory=GatedMemory)
 SIDES = {
     "fragmented": (FRAGMENTED, FRAGMENTED),
+    "passes in threads": (DEVICE, DEVICE),
     "smaller pages here": (SMALL_PAGES, NodeFacts(num_slots=512)),
     "smaller pages there": (NodeFacts(num_slots=512), SMALL_PAGES),
 }
@@ -69,6 +103,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two buffers of two blocks of the larger group, five of the other."""
     monkeypatch.setattr(staging_buffers, "STAGING_BUFFERS", 2)
     monkeypatch.setattr(staged_cut, "STAGING_MESSAGE_BYTES", BUFFER_BYTES)
+    monkeypatch.setattr(device_staging, "DEVICE_MESSAGE_BYTES", BUFFER_BYTES)
 
 
 @pytest.fixture
@@ -151,7 +186,7 @@ async def test_cancel_at_every_stage_ends_both_sides(
     context, generation = nodes
     transfer = Transfer("r", scattered(1, 30), scattered(2, 30), chunk_blocks=6)
     fill(context.memory, transfer.source_slots, 1)
-    generation.agent.grant("r", context.address, 100, 20_000)
+    generation.agent.grant("r", (context.address,), 100, 20_000)
     await context.engine.expect(GrantReceived, "r")
     if stage != "granted":
         context.agent.announce("r")
@@ -264,6 +299,33 @@ async def test_where_a_peer_can_reach_buffers_they_are_in_doubt_and_pages_are_no
     await Transfer("next", scattered(1, 40), scattered(2, 40)).run(other, generation)
 
 
+async def test_pages_are_not_free_before_the_last_pass_over_them_is_over(
+    ipc_world: Staged,
+) -> None:
+    """Nothing remote touches the pages of a dead sender's transfer; a pass of our own may."""
+    context, generation = await ipc_world.start(DEVICE), await ipc_world.start(DEVICE)
+    transfer = Transfer("r", scattered(1, 40), scattered(2, 40), chunk_blocks=20)
+    fill(context.memory, transfer.source_slots, 1)
+    await granted(context, generation, "r", 20_000)
+    transfer.give_pages(generation)
+    transfer.ship_chunk(context, 0)
+    await generation.engine.expect(ChunkReceived, "r")
+    assert isinstance(generation.memory, GatedMemory)
+    device = generation.memory.device
+    device.gate.clear()
+    transfer.ship_chunk(context, 1)
+    while not device.stands:  # noqa: ASYNC110 (a thread that stands raises no event)
+        await asyncio.sleep(0)
+    kill(ipc_world, context)
+    generation.agent.peer_known_dead(context.info.incarnation)
+    for _ in range(500):
+        await asyncio.sleep(0)
+    assert not generation.engine.of(LeaseEnded, "r")
+    device.gate.set()
+    await home_again(generation, transfer)
+    assert generation.agent.counters.staging_bytes_in_doubt == 0
+
+
 async def test_death_told_before_the_connection_breaks(ipc_world: Staged) -> None:
     context, generation, transfer = await in_mid_transfer(ipc_world)
     generation.agent.peer_known_dead(context.info.incarnation)
@@ -291,7 +353,7 @@ async def test_memories_that_cannot_stage_move_runs_and_refuse_other_pages(world
     await Transfer("r", scattered(1, 9), scattered(2, 9)).run(context, generation)
     assert not context.info.can_stage
     paged = await world.start(SMALL_PAGES)
-    paged.agent.grant("refused", context.address, 10, 20_000)
+    paged.agent.grant("refused", (context.address,), 10, 20_000)
     end = await paged.engine.expect(SessionEnded, "refused")
     assert end.outcome is Outcome.FAILED
     assert "target tokens_per_page: ours is 4, the peer's is 16" in end.reason

@@ -60,7 +60,7 @@ async def test_pages_handoff_and_counts_arrive(nodes: tuple[Node, Node]) -> None
         assert node.agent.counters.gb_per_s > 0
     chunks = generation.engine.of(ChunkReceived, "r")
     assert [chunk.end_block for chunk in chunks] == [2, 4, 5]
-    assert context.agent.lanes == {str(generation.info.incarnation): "self"}
+    assert context.agent.lanes == {str(generation.info.rank_id): "self"}
 
 
 async def test_many_sessions_at_once(nodes: tuple[Node, Node]) -> None:
@@ -124,7 +124,7 @@ async def test_cancel_at_every_stage_ends_both_sides(
     context, generation = nodes
     transfer = Transfer("r", [1, 2, 3, 4], [11, 12, 13, 14], chunk_blocks=1)
     fill(context.memory, transfer.source_slots, 1)
-    generation.agent.grant("r", context.address, 100, 20_000)
+    generation.agent.grant("r", (context.address,), 100, 20_000)
     await context.engine.expect(GrantReceived, "r")
     if stage != "granted":
         context.agent.announce("r")
@@ -171,7 +171,7 @@ async def test_verbs_may_come_from_another_thread(nodes: tuple[Node, Node]) -> N
     context, generation = nodes
     transfer = Transfer("r", [1, 2], [3, 4])
     fill(context.memory, [1, 2], 1)
-    await asyncio.to_thread(generation.agent.grant, "r", context.address, 100, 20_000)
+    await asyncio.to_thread(generation.agent.grant, "r", (context.address,), 100, 20_000)
     await context.engine.expect(GrantReceived, "r")
     await asyncio.to_thread(context.agent.announce, "r")
     await generation.engine.expect(AnnounceReceived, "r")
@@ -184,11 +184,11 @@ async def test_verbs_may_come_from_another_thread(nodes: tuple[Node, Node]) -> N
 async def test_cancel_before_the_request_is_remembered(nodes: tuple[Node, Node]) -> None:
     context, generation = nodes
     generation.agent.cancel("mine", "gone")
-    generation.agent.grant("mine", context.address, 10, 20_000)
+    generation.agent.grant("mine", (context.address,), 10, 20_000)
     end = await generation.engine.expect(SessionEnded, "mine")
     assert (end.outcome, end.reason) == (Outcome.CANCELLED, "gone")
     context.agent.cancel("theirs", "gone")
-    generation.agent.grant("theirs", context.address, 10, 20_000)
+    generation.agent.grant("theirs", (context.address,), 10, 20_000)
     for node in nodes:
         end = await node.engine.expect(SessionEnded, "theirs")
         assert end.outcome is Outcome.CANCELLED
@@ -198,7 +198,7 @@ async def test_cancel_while_the_peer_is_dialled(nodes: tuple[Node, Node]) -> Non
     context, generation = nodes
     for number in range(6):
         name = f"r{number}"
-        generation.agent.grant(name, context.address, 10, 20_000)
+        generation.agent.grant(name, (context.address,), 10, 20_000)
         for _ in range(number):
             await asyncio.sleep(0)
         generation.agent.cancel(name, "gone")
@@ -209,7 +209,7 @@ async def test_cancel_while_the_peer_is_dialled(nodes: tuple[Node, Node]) -> Non
 
 async def test_deadlines_pass_without_traffic(nodes: tuple[Node, Node]) -> None:
     context, generation = nodes
-    generation.agent.grant("r", context.address, 10, 300)
+    generation.agent.grant("r", (context.address,), 10, 300)
     await context.engine.expect(GrantReceived, "r")
     ends = [await node.engine.expect(SessionEnded, "r") for node in nodes]
     # Whichever side's clock is first fails and tells the other, which may then end as cancelled.
@@ -244,7 +244,7 @@ async def test_a_cancel_that_crosses_the_end_spares_the_next_session_of_that_id(
     await Transfer("r", [1], [2]).run(context, generation)
     for node in nodes:
         node.agent.cancel("r", "crossed the end")
-    generation.agent.grant("r", context.address, 10, 20_000)
+    generation.agent.grant("r", (context.address,), 10, 20_000)
     await context.engine.expect(GrantReceived, "r", 2)
     context.agent.announce("r")
     await generation.engine.expect(AnnounceReceived, "r", 2)

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache_core.layout import LayoutPlan
@@ -232,6 +232,7 @@ def test_a_rank_that_contradicts_itself_is_refused(path: Path, value: object, sa
 LEAVES = list(leaves(first(replace(SIDE, tp=2)).model_dump()))
 
 
+@settings(deadline=None)
 @given(path=st.sampled_from(LEAVES), step=st.integers(-40, 40), data=st.data())
 def test_copies_of_any_accepted_pair_stay_within_slots(
     path: Path, step: int, data: st.DataObject

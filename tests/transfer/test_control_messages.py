@@ -62,7 +62,7 @@ MESSAGES: tuple[ControlMessage, ...] = (
     Introduction(rank_info=INFO, endpoint_nonce=b"\x05" * 32),
     PeerRefused(reasons=("model: ours is a, the peer's is b",)),
     Heartbeat(),
-    Grant(request_id="r", session="s", prompt_tokens=100, deadline_ms=1000),
+    Grant(request_id="r", session="s", prompt_tokens=100, deadline_ms=1000, receivers=2),
     Announce(session="s"),
     ReceiveReady(
         session="s",

@@ -13,11 +13,16 @@ import pytest
 from typing_extensions import override
 
 from tests.transfer.agent_rig import ArrayMemory
+from tests.transfer.page_values import Bytes
 from tests.transfer.sessions import context_at, generation_at
 from tests.transfer.small_plans import MIXED_PLAN
 from transfer.agent_counters import TransferCounters
+from transfer.copy_plan import CopyPlan, Slots
+from transfer.host_copies import HostCopies
 from transfer.outcome import PeerFate, PostStatus
+from transfer.page_staging import PageStaging
 from transfer.pair_posts import PairPosts, Schedule
+from transfer.passes import PassOver
 from transfer.region import Piece, Post, Region, Staged
 from transfer.session import Session, SessionState
 from transfer.session_commands import PostReceives, PostSends
@@ -81,6 +86,62 @@ class FakeEndpoint(Endpoint):
         return self.post_send(buffer, tag, ended)
 
 
+class SlowMemory(ArrayMemory, PageStaging):
+    """Passes that the test ends; what they copy, and whether they fail, shows then."""
+
+    def __init__(self) -> None:
+        super().__init__(16, GROUPS)
+        self.passes: list[Callable[[str], None]] = []
+
+    @property
+    @override
+    def staging(self) -> PageStaging:
+        return self
+
+    @property
+    @override
+    def message_bytes(self) -> int:
+        return MIXED_PLAN.message_bytes
+
+    @override
+    def message(self, size_bytes: int) -> Bytes:
+        return np.empty(size_bytes, np.uint8)
+
+    @override
+    def gather(
+        self, plan: CopyPlan, pool_group: int, slots: Slots, message: Bytes, over: PassOver
+    ) -> None:
+        self._begin("gather", plan, pool_group, slots, message, over)
+
+    @override
+    def scatter(
+        self, plan: CopyPlan, message: Bytes, pool_group: int, slots: Slots, over: PassOver
+    ) -> None:
+        self._begin("scatter", plan, pool_group, slots, message, over)
+
+    def _begin(
+        self,
+        way: str,
+        plan: CopyPlan,
+        pool_group: int,
+        slots: Slots,
+        message: Bytes,
+        over: PassOver,
+    ) -> None:
+        pools = [self.pools[pool_group, pool] for pool in range(len(GROUPS[pool_group]))]
+
+        def end(failure: str) -> None:
+            if failure:
+                pass
+            elif way == "gather":
+                HostCopies().gather(plan, pools, slots, message)
+            else:
+                HostCopies().scatter(plan, message, pools, slots)
+            over(failure)
+
+        self.passes.append(end)
+
+
 @dataclass
 class Rig:
     """Posts over a fake endpoint, in turns that the test takes."""
@@ -131,7 +192,10 @@ def whole(first_slot: int) -> Region:
 
 
 def posts_of(pieces: tuple[Piece, ...]) -> tuple[Post, ...]:
-    sizes = [len(p.slots) * BLOCK_BYTES if isinstance(p, Staged) else 32 for p in pieces]
+    sizes = [
+        len(p.slots) * MIXED_PLAN.groups[p.group].block_bytes if isinstance(p, Staged) else 32
+        for p in pieces
+    ]
     return tuple(
         Post(number, piece, size)
         for number, (piece, size) in enumerate(zip(pieces, sizes, strict=True))
@@ -282,3 +346,151 @@ def test_slots_that_are_not_there_end_their_post() -> None:
     rig.receive(staged(16))
     rig.requests[1].end(DONE)
     assert rig.over[1][:2] == (0, PostStatus.REVOKED)
+
+
+def slow() -> tuple[Rig, list[Callable[[str], None]]]:
+    """A bound rig whose passes the test ends."""
+    memory = SlowMemory()
+    rig = Rig(memory)
+    rig.posts.bind(rig.endpoint)
+    return rig, memory.passes
+
+
+def test_gathers_run_ahead_and_their_posts_keep_the_order() -> None:
+    rig, passes = slow()
+    rig.send(staged(1), staged(2), whole(3), staged(4))
+    assert (len(passes), len(rig.requests)) == (2, 0)
+    assert not rig.posts.quiet.is_set()
+    passes[1]("")
+    assert not rig.requests
+    passes[0]("")
+    # Both gathered messages, the whole slot behind them, and the next gather.
+    sent = [request.buffer.tobytes() for request in rig.requests]
+    assert sent[0][:32] == rig.memory.pools[0, 0][1, :32].tobytes()
+    assert sent[1][:32] == rig.memory.pools[0, 0][2, :32].tobytes()
+    assert sent[2] == rig.memory.pools[1, 0][3].tobytes()
+    assert (len(rig.requests), len(passes)) == (3, 3)
+    passes[2]("")
+    assert len(rig.requests) == 4
+    assert not rig.over
+
+
+def test_a_receive_is_over_when_it_is_scattered() -> None:
+    rig, passes = slow()
+    rig.receive(staged(5))
+    rig.requests[0].buffer[:] = 99
+    rig.requests[0].end(DONE)
+    assert not rig.over
+    assert not rig.posts.quiet.is_set()
+    assert not rig.posts.settled
+    passes[0]("")
+    assert rig.over == [(0, PostStatus.DONE, "")]
+    assert (rig.memory.pools[0, 0][5] == 99).all()
+    assert rig.posts.quiet.is_set()
+    assert rig.posts.settled
+
+
+def test_a_buffer_is_not_lent_before_its_message_is_scattered() -> None:
+    rig, passes = slow()
+    rig.receive(*(staged(slot) for slot in range(STAGING_BUFFERS + 1)))
+    rig.requests[0].end(DONE)
+    assert len(rig.requests) == STAGING_BUFFERS
+    passes[0]("")
+    assert len(rig.requests) == STAGING_BUFFERS + 1
+
+
+@pytest.mark.parametrize("sends", [True, False], ids=["gather", "scatter"])
+def test_a_pass_that_fails_ends_its_post(sends: bool) -> None:  # noqa: FBT001 (a parameter)
+    rig, passes = slow()
+    if sends:
+        rig.send(staged(5), staged(6))
+        passes[1]("")
+    else:
+        rig.receive(staged(5))
+        rig.requests[0].end(DONE)
+    passes[0]("the device is gone")
+    rig.run()
+    ((post, status, reason),) = rig.over
+    assert (post, status) == (0, PostStatus.REVOKED)
+    assert "the device is gone" in reason
+    assert len(rig.requests) == 1
+    assert rig.posts.quiet.is_set() is not sends
+
+
+def test_what_is_being_gathered_when_the_peer_is_lost_ends_with_its_pass() -> None:
+    rig, passes = slow()
+    rig.send(*(staged(slot) for slot in range(STAGING_BUFFERS + 1)))
+    rig.endpoint.is_alive = False
+    assert [post.id for _, post in rig.posts.withdraw()] == [STAGING_BUFFERS]
+    rig.run()
+    assert not rig.over
+    for end in passes:
+        end("")
+    rig.run()
+    assert [post for post, _, _ in rig.over] == list(range(STAGING_BUFFERS))
+    assert {status for _, status, _ in rig.over} == {PostStatus.REVOKED}
+    assert not rig.requests
+    assert rig.posts.settled
+
+
+def test_nobody_is_told_that_pages_are_free_in_the_middle_of_a_pass() -> None:
+    rig, passes = slow()
+    told: list[int] = []
+    rig.posts.when_still(lambda: told.append(len(rig.over)))
+    assert told == [0]
+    rig.receive(staged(5), staged(6))
+    for request in rig.requests:
+        request.end(DONE)
+    rig.posts.when_still(lambda: told.append(len(rig.over)))
+    rig.send(staged(7))
+    passes[0]("")
+    assert told == [0]
+    assert len(passes) == 2
+    passes[1]("")
+    # Told once every pass is over, and before the next begins.
+    assert told == [0, 2]
+    assert len(passes) == 3
+
+
+class ShortMemory(SlowMemory):
+    """Memory for so many buffers."""
+
+    room = 0
+
+    @override
+    def message(self, size_bytes: int) -> Bytes:
+        if not self.room:
+            raise MemoryError(f"expected {size_bytes} free bytes")
+        self.room -= 1
+        return super().message(size_bytes)
+
+
+def test_no_memory_for_a_buffer_ends_the_post() -> None:
+    memory = ShortMemory()
+    rig = Rig(memory)
+    rig.posts.bind(rig.endpoint)
+    rig.receive(staged(1), whole(2))
+    assert len(rig.requests) == 1
+    rig.run()
+    ((post, status, reason),) = rig.over
+    assert (post, status) == (0, PostStatus.REVOKED)
+    assert "free bytes" in reason
+    memory.room = 1
+    for _ in range(STAGING_BUFFERS):
+        rig.receive(staged(1))
+    assert len(rig.requests) == 2
+
+
+def test_with_memory_for_one_buffer_posts_take_turns() -> None:
+    memory = ShortMemory()
+    memory.room = 1
+    rig = Rig(memory)
+    rig.posts.bind(rig.endpoint)
+    rig.receive(staged(1), staged(2), staged(3))
+    for number in range(3):
+        assert len(rig.requests) == number + 1
+        rig.requests[number].end(DONE)
+        memory.passes[number]("")
+    assert [(post, status) for post, status, _ in rig.over] == [
+        (number, PostStatus.DONE) for number in range(3)
+    ]

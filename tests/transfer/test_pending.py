@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from transfer.pending import EndedSessions, PendingCancels
+from transfer.identity import Incarnation, RankId
+from transfer.outcome import Outcome
+from transfer.pending import EndedSessions, PendingCancels, Unfinished, UnfinishedGrants
+
+GENERATION = Incarnation(instance="g", nonce="1")
 
 
 def test_a_cancellation_is_remembered_once_with_its_first_reason() -> None:
@@ -31,3 +35,33 @@ def test_both_forget_the_oldest() -> None:
         ended.add(name)
     assert [cancels.take(name) for name in ("a", "b", "c")] == [None, "b", "c"]
     assert [name in ended for name in ("a", "b", "c")] == [False, True, True]
+
+
+def unfinished(missing: int) -> Unfinished:
+    return Unfinished(GENERATION, frozenset({0}), missing, Outcome.FAILED, "deadline")
+
+
+def test_every_missing_grant_is_told_once_how_the_request_ended() -> None:
+    grants = UnfinishedGrants()
+    grants.remember("r", unfinished(2))
+    for rank in (2, 1):
+        end = grants.take("r", RankId(GENERATION, rank))
+        assert end is not None
+        assert (end.outcome, end.reason) == (Outcome.FAILED, "deadline")
+    assert grants.take("r", RankId(GENERATION, 3)) is None
+
+
+def test_a_rank_that_grants_again_or_another_instance_means_a_new_request() -> None:
+    grants = UnfinishedGrants(capacity=1)
+    again = RankId(GENERATION, 0)
+    other = RankId(Incarnation(instance="g", nonce="2"), 1)
+    for peer in (again, other):
+        grants.remember("r", unfinished(1))
+        assert grants.take("r", peer) is None
+        assert grants.take("r", RankId(GENERATION, 1)) is None
+    grants.remember("r", unfinished(2))
+    assert grants.take("r", RankId(GENERATION, 1)) is not None
+    assert grants.take("r", RankId(GENERATION, 1)) is None
+    grants.remember("pushed out", unfinished(1))
+    grants.remember("r", unfinished(1))
+    assert grants.take("pushed out", RankId(GENERATION, 1)) is None

@@ -43,6 +43,15 @@ def test_equal_ranks_move_whole_slots() -> None:
         assert group.block_bytes == group.sender.block_bytes == group.receiver.block_bytes
 
 
+def test_staged_messages_are_as_large_as_suits_both() -> None:
+    host = rank_info(layout()).model_copy(update={"can_stage": True})
+    device = host.model_copy(update={"staging_message_bytes": 32 << 20})
+    assert TransferPlan.between(device, device).message_bytes == 32 << 20
+    for pair in ((host, device), (device, host)):
+        plan = TransferPlan.between(*pair)
+        assert (plan.stages, plan.message_bytes) == (True, host.staging_message_bytes)
+
+
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("cp", [1, 3])
 def test_every_rank_sends_whole_slots_to_its_like(heads: int, cp: int) -> None:

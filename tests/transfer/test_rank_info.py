@@ -55,6 +55,13 @@ def test_draft_facts_are_absent_when_there_are_none() -> None:
     assert read(body_of(PLAIN)).num_draft_layers is None
 
 
+def test_the_size_of_staged_messages_is_told_where_it_is_not_the_usual_one() -> None:
+    assert "staging_message_bytes" not in body_of(PLAIN)
+    device = PLAIN.model_copy(update={"can_stage": True, "staging_message_bytes": 32 << 20})
+    assert body_of(device)["staging_message_bytes"] == 32 << 20
+    assert read(body_of(device)) == device
+
+
 def test_optional_facts_may_be_left_out_by_an_earlier_release() -> None:
     facts = body_of(PLAIN)
     del facts["engine"]["kv_scales"]

@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 
 from transfer.costs import TransferCosts, staging_pays
 from transfer.staged_cut import (
-    STAGING_MESSAGE_BYTES,
     staged_lengths,
     staged_messages,
     staged_pieces,
 )
 
+MESSAGE_BYTES = 4 << 20
 BLOCK_BYTES = st.one_of(
     st.integers(1, 64),
-    st.integers(1 << 16, 3 * STAGING_MESSAGE_BYTES),
-    st.sampled_from([STAGING_MESSAGE_BYTES // 2, STAGING_MESSAGE_BYTES]),
+    st.integers(1 << 16, 3 * MESSAGE_BYTES),
+    st.sampled_from([MESSAGE_BYTES // 2, MESSAGE_BYTES]),
 )
 
 
@@ -27,30 +27,30 @@ def test_every_block_is_in_one_message_and_messages_fit_a_buffer(
     blocks: int, block_bytes: int
 ) -> None:
     slots = np.random.default_rng(blocks).permutation(blocks).astype(np.int32)
-    lengths = staged_lengths(blocks, block_bytes)
+    lengths = staged_lengths(blocks, block_bytes, MESSAGE_BYTES)
     assert lengths.dtype == np.int32
-    assert len(lengths) == staged_messages(blocks, block_bytes)
-    pieces = list(staged_pieces(3, slots, lengths, block_bytes))
+    assert len(lengths) == staged_messages(blocks, block_bytes, MESSAGE_BYTES)
+    pieces = list(staged_pieces(3, slots, lengths, block_bytes, MESSAGE_BYTES))
     assert [slot for piece, _ in pieces for slot in piece.slots] == slots.tolist()
     for piece, size_bytes in pieces:
         assert piece.group == 3
         assert size_bytes == len(piece.slots) * block_bytes
-        assert size_bytes <= STAGING_MESSAGE_BYTES or len(piece.slots) == 1
+        assert size_bytes <= MESSAGE_BYTES or len(piece.slots) == 1
     # One more block would not have fitted into any message but the last.
     for piece, size_bytes in pieces[:-1]:
-        assert size_bytes + block_bytes > STAGING_MESSAGE_BYTES or len(piece.slots) == 1
+        assert size_bytes + block_bytes > MESSAGE_BYTES or len(piece.slots) == 1
 
 
 @pytest.mark.parametrize("lengths", [[], [1], [2, 0], [3, -1], [1, 1, 1], [2**31 - 1] * 2])
 def test_lengths_that_do_not_cut_the_slots_are_refused(lengths: list[int]) -> None:
     with pytest.raises(ValueError, match="message"):
-        list(staged_pieces(0, np.array([4, 9], dtype=np.int32), lengths, 8))
+        list(staged_pieces(0, np.array([4, 9], dtype=np.int32), lengths, 8, MESSAGE_BYTES))
 
 
 def test_a_message_larger_than_a_buffer_is_refused() -> None:
     slots = np.arange(2, dtype=np.int32)
     with pytest.raises(ValueError, match="message of 2 blocks, expected 1 to 1"):
-        list(staged_pieces(0, slots, [2], STAGING_MESSAGE_BYTES // 2 + 1))
+        list(staged_pieces(0, slots, [2], MESSAGE_BYTES // 2 + 1, MESSAGE_BYTES))
 
 
 COSTS = TransferCosts(message_us=10, copy_bytes_per_us=1000)
@@ -58,23 +58,29 @@ COSTS = TransferCosts(message_us=10, copy_bytes_per_us=1000)
 
 def test_short_runs_are_staged_and_long_ones_are_not() -> None:
     # A message saved is worth copying 5,000 bytes twice.
-    assert staging_pays(100, 100, 4_900, COSTS)
-    assert not staging_pays(100, 100, 5_000, COSTS)
-    assert staging_pays(20, 100, 900, COSTS)
-    assert not staging_pays(20, 100, 1_000, COSTS)
+    assert staging_pays(101, 1, 490_000, COSTS)
+    assert not staging_pays(101, 1, 500_000, COSTS)
+    assert staging_pays(23, 3, 99_000, COSTS)
+    assert not staging_pays(23, 3, 100_000, COSTS)
 
 
-@given(
-    messages=st.integers(1, 500), blocks=st.integers(1, 500), block_bytes=st.integers(1, 1 << 24)
-)
+def test_a_pass_has_to_be_paid_for_whatever_its_bytes() -> None:
+    device = TransferCosts(message_us=70, copy_bytes_per_us=1e6, pass_us=60)
+    assert not staging_pays(2, 1, 2, device)
+    assert staging_pays(3, 1, 2, device)
+    assert not staging_pays(5, 2, 10, device)
+    assert staging_pays(6, 2, 10, device)
+
+
+@given(messages=st.integers(1, 500), staged=st.integers(1, 500), size=st.integers(1, 1 << 34))
 def test_more_messages_never_make_runs_the_better_way(
-    messages: int, blocks: int, block_bytes: int
+    messages: int, staged: int, size: int
 ) -> None:
-    if staging_pays(messages, blocks, block_bytes, COSTS):
-        assert staging_pays(messages + 1, blocks, block_bytes, COSTS)
+    if staging_pays(messages, staged, size, COSTS):
+        assert staging_pays(messages + 1, staged, size, COSTS)
     # One message is never worth a pass, and where messages are free nothing is.
-    assert not staging_pays(1, blocks, block_bytes, COSTS)
-    assert not staging_pays(messages, blocks, block_bytes, TransferCosts(message_us=0))
+    assert not staging_pays(1, staged, size, COSTS)
+    assert not staging_pays(messages, staged, size, TransferCosts(message_us=0))
 
 
 def test_costs_that_cannot_be_are_refused() -> None:
@@ -82,3 +88,5 @@ def test_costs_that_cannot_be_are_refused() -> None:
         TransferCosts(copy_bytes_per_us=0)
     with pytest.raises(ValueError, match="at least 0 us"):
         TransferCosts(message_us=-1)
+    with pytest.raises(ValueError, match="at least 0 us"):
+        TransferCosts(pass_us=-1)

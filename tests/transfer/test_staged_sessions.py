@@ -20,7 +20,6 @@ from tests.transfer.sessions import (
     ship,
 )
 from tests.transfer.small_plans import DEAR_MESSAGES, MIXED_PLAN, PLAN, STAGING_PLAN
-from transfer import staged_cut
 from transfer.agent_events import LeaseEnded, SessionEnded
 from transfer.context_session import ContextSession
 from transfer.costs import TransferCosts
@@ -69,20 +68,21 @@ def receiving(plan: TransferPlan) -> GenerationSession:
 def test_groups_whose_layouts_differ_are_staged_whatever_messages_cost() -> None:
     session = shipping(MIXED_PLAN, TransferCosts(message_us=0))
     commands = session.handle(ship(0, 4), 0)
-    # Blocks 1 to 3 of group 0 in one message, of group 1 block 3 whole.
-    assert sent(commands) == [chunk(stages(1, 4, [3]), runs(2, 4, [1]))]
+    # Blocks 1 to 3 of group 0 in two messages, of group 1 block 3 whole.
+    assert sent(commands) == [chunk(stages(1, 4, [2, 1]), runs(2, 4, [1]))]
     (sends,) = of_type(commands, PostSends)
-    first, second = sends.posts
-    assert isinstance(first.region, Staged)
-    assert (first.region.group, first.region.slots.tolist()) == (0, [11, 12, 13])
-    assert first.size_bytes == 3 * 80
-    assert (second.region, second.size_bytes) == (Region(1, 0, 13, 1), 32)
+    *staged, whole = sends.posts
+    for post, slots in zip(staged, ([11, 12], [13]), strict=True):
+        assert isinstance(post.region, Staged)
+        assert (post.region.group, post.region.slots.tolist()) == (0, slots)
+        assert post.size_bytes == len(slots) * 80
+    assert (whole.region, whole.size_bytes) == (Region(1, 0, 13, 1), 32)
 
 
 def test_short_runs_are_staged_where_that_pays() -> None:
     commands = shipping(STAGING_PLAN, DEAR_MESSAGES).handle(ship(0, 4), 0)
-    # Two runs in two pools become one message; a single message stays as it is.
-    assert sent(commands) == [chunk(stages(1, 4, [3]), runs(2, 4, [1]))]
+    # Two runs in two pools become two messages; a single message stays as it is.
+    assert sent(commands) == [chunk(stages(1, 4, [2, 1]), runs(2, 4, [1]))]
     commands = shipping(STAGING_PLAN, TransferCosts(message_us=0)).handle(ship(0, 4), 0)
     assert sent(commands) == [chunk(runs(1, 4, [2, 1]), runs(2, 4, [1]))]
 
@@ -94,9 +94,8 @@ def test_nothing_is_staged_between_memories_that_cannot() -> None:
 
 @pytest.mark.parametrize("plan", [MIXED_PLAN, STAGING_PLAN], ids=["mixed", "short runs"])
 def test_both_ends_post_the_same_messages_and_count_the_bytes_that_move(
-    plan: TransferPlan, monkeypatch: pytest.MonkeyPatch
+    plan: TransferPlan,
 ) -> None:
-    monkeypatch.setattr(staged_cut, "STAGING_MESSAGE_BYTES", 2 * 80)
     sender, receiver = shipping(plan, DEAR_MESSAGES), receiving(plan)
     there = sender.handle(ship(0, 4), 0)
     (message,) = sent(there)
@@ -141,10 +140,7 @@ UNBELIEVABLE = {
 
 
 @pytest.mark.parametrize(("plan", "told"), UNBELIEVABLE.values(), ids=UNBELIEVABLE)
-def test_a_cut_that_does_not_fit_breaks_the_connection(
-    plan: TransferPlan, told: GroupRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staged_cut, "STAGING_MESSAGE_BYTES", 2 * 80)
+def test_a_cut_that_does_not_fit_breaks_the_connection(plan: TransferPlan, told: GroupRuns) -> None:
     session = receiving(plan)
     commands = session.handle(chunk(told, LAST), 1)
     assert posted(commands) == []

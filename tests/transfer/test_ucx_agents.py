@@ -41,7 +41,7 @@ async def test_requests_one_after_another_and_together() -> None:
         alone_s = (time.perf_counter() - started) / 16
         started = time.perf_counter()
         for number in range(len(scattered)):
-            node.agent.grant(f"many {number}", context.address, 10, 20_000)
+            node.agent.grant(f"many {number}", (context.address,), 10, 20_000)
         for number, slots in enumerate(scattered):
             await node.engine.expect(AnnounceReceived, f"many {number}")
             node.agent.ready(f"many {number}", 0, blocks, lease(0, slots))
@@ -69,7 +69,7 @@ async def test_the_peer_is_killed(moment: str) -> None:
     slots = list(range(blocks))
     async with context_process(LARGE, blocks) as context, generation(LARGE, blocks) as node:
         if moment == "idle":
-            node.agent.grant("r", context.address, 10, 20_000)
+            node.agent.grant("r", (context.address,), 10, 20_000)
             await node.engine.expect(AnnounceReceived, "r")
         else:
             await start_request(node, context, "r", slots)
@@ -97,7 +97,7 @@ async def test_a_stopped_peer_is_noticed_and_may_return() -> None:
         first, second = list(range(blocks)), list(range(blocks, 2 * blocks))
         await start_request(node, context, "before", first)
         await complete(node, "before", first)
-        node.agent.grant("r", context.address, 10, 20_000)
+        node.agent.grant("r", (context.address,), 10, 20_000)
         await node.engine.expect(AnnounceReceived, "r")
         context.signal(signal.SIGSTOP)
         stopped = time.perf_counter()

@@ -28,7 +28,7 @@ from transfer.ucx.endpoint import UcxEndpoint
 from transfer.ucx.transport import UcxTransport
 
 pytestmark = pytest.mark.ucx
-WAIT_S = 20.0
+WAIT_S = 30.0
 MIB = 1 << 20
 
 

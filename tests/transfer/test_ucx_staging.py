@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 
+from tests.support.devices import usable
 from tests.transfer.agent_rig import Node
 from tests.transfer.ucx_contexts import (
     Context,
@@ -70,6 +71,39 @@ async def test_other_page_sizes_are_laid_out_anew(there: int, here: int) -> None
         generation(SMALL, BLOCKS, tokens_per_page=here) as node,
     ):
         await one(node, context, "r", slots)
+        assert await context.finish() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("there", "message_us"), [(16, DEAR_US), (4, 0.0)], ids=["short runs", "smaller pages"]
+)
+async def test_pages_on_a_gpu_are_staged_between_processes(there: int, message_us: float) -> None:
+    usable("cuda")
+    from tests.transfer.device_memory import CudaMemory
+
+    slots = scattered(BLOCKS)
+    async with (
+        context_process(
+            LARGE, BLOCKS, stride=7, tokens_per_page=there, message_us=message_us, on_gpu=True
+        ) as context,
+        generation(LARGE, BLOCKS, memory=CudaMemory, cuda_device=0) as node,
+    ):
+        assert isinstance(node.memory, CudaMemory)
+        took_ms = 0.0
+        for number in range(6):
+            name = f"r{number}"
+            for array in node.memory.pools.values():
+                array[:] = 0
+            node.memory.upload()
+            started = time.perf_counter()
+            await start_request(node, context, name, slots)
+            await node.engine.expect(LeaseEnded, name)
+            took_ms = (time.perf_counter() - started) * 1e3
+            node.memory.download()
+            await complete(node, name, slots)
+        print(f"{BLOCKS} blocks of 8 MiB over {set(node.agent.lanes.values())}: {took_ms:.1f} ms")
+        assert node.agent.lanes == {str(context.address.incarnation): "cuda_ipc"}
         assert await context.finish() == 0
 
 

@@ -16,6 +16,7 @@ from tests.transfer.agent_rig import (
     PATIENT,
     TOKENS_PER_BLOCK,
     WAIT_S,
+    ArrayMemory,
     Lease,
     Node,
     NodeFacts,
@@ -81,7 +82,11 @@ async def context_process(
 
 @asynccontextmanager
 async def generation(
-    slot_bytes: tuple[int, ...], num_slots: int, tokens_per_page: int = TOKENS_PER_BLOCK
+    slot_bytes: tuple[int, ...],
+    num_slots: int,
+    tokens_per_page: int = TOKENS_PER_BLOCK,
+    memory: type[ArrayMemory] = ArrayMemory,
+    cuda_device: int | None = None,
 ) -> AsyncIterator[Node]:
     """A generation rank in this process."""
     facts = NodeFacts(
@@ -89,8 +94,9 @@ async def generation(
         groups={0: slot_bytes, 1: (2048,)},
         timing=PATIENT,
         tokens_per_page=tokens_per_page,
+        memory=memory,
     )
-    node = await start_node("generation", UcxTransport("127.0.0.1"), facts)
+    node = await start_node("generation", UcxTransport("127.0.0.1", cuda_device=cuda_device), facts)
     try:
         yield node
     finally:
@@ -101,7 +107,7 @@ async def start_request(
     node: Node, context: Context, request_id: str, slots: list[int], deadline_ms: int = 20_000
 ) -> Lease:
     """Up to the pages."""
-    node.agent.grant(request_id, context.address, 10, deadline_ms)
+    node.agent.grant(request_id, (context.address,), 10, deadline_ms)
     await node.engine.expect(AnnounceReceived, request_id)
     pages = lease(0, slots)
     node.agent.ready(request_id, 0, len(slots), pages)

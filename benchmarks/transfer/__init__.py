@@ -1,0 +1,18 @@
+"""``python -m benchmarks.transfer``: pages of prompts between the ranks of two instances, against
+one raw UCX message of the same bytes between the same processes.
+
+Each rank is a process with pools, a transfer agent and a UCX transport, as in a worker; no model
+computes. A case is (tokens, tp, streams, way, prefill beside it). Its rounds take turns: one copy
+within a process's memory, the raw messages, the pages. What is timed of pages is a request from the
+moment its pages are allocated to the moment every generation rank has the first token.
+
+Ways: ``default`` is equal pages and neighbouring slots; ``staged`` gives the generation ranks
+smaller kernel pages, so that all is gathered and scattered; ``fragmented`` gives them no two
+neighbouring slots. Each round of pages counts
+its passes over the bytes, beside the message, by what the agents copied; the bound of a case is
+``raw + passes * bytes / copy bandwidth``. With several ranks on a side the raw message is one of an
+equal share for each pair of ranks, all at once.
+
+Bytes are compared in a round of their own. Streams share slots where the pools, as large as the
+longest prompt, cannot hold them apart (``apart`` in the result).
+"""
