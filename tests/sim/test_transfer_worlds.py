@@ -12,7 +12,7 @@ from tests.sim.transfer_agent import Handled, Stray
 from tests.sim.transfer_engine import Script
 from tests.sim.transfer_network import Weather
 from tests.sim.transfer_process import CONTEXT, GENERATION
-from tests.sim.transfer_terrain import BLOCK, TERRAINS, WHOLE, Terrain
+from tests.sim.transfer_terrain import BLOCK, MIXED, TERRAINS, WHOLE, Terrain
 from tests.sim.transfer_trials import (
     REPLAY,
     TrialFailed,
@@ -32,6 +32,7 @@ MUST_HAPPEN = {
     *("kill", "restart", "cut", "hold", "pause", "lost", "dropped", "quarantined"),
     *("copies", "held up", "vanished"),
 }
+SMALL = Script(tuple(range(BLOCK)), chunk_ms=(0, 0), deeds=((GENERATION, 100, "cancel"),))
 LEAST_MOMENTS = 14
 """Different moments of cancellation, of the 31 that the cells name, in every block of seeds."""
 
@@ -89,6 +90,23 @@ def test_without_faults_every_request_is_received(terrain: Terrain) -> None:
     assert handoffs == [1] * 20
     assert (tally(world)["staged"] > 0) == terrain.plan.stages
     assert not tally(world)["quarantined"]
+
+
+def test_what_waits_behind_others_is_not_taken_for_stuck() -> None:
+    """Twenty-five messages are ahead of the small request, two at a time, 60 ms and more each."""
+    weather = Weather(delay_ms=(1, 1), move_ms=(60, 60), finish_ms=(0, 0))
+    world = World(6, MIXED, weather, slots=64)
+    large = [f"large {number}" for number in range(5)]
+    with trial(world, "small behind large", ""):
+        for start, name in enumerate(large):
+            prompt = tuple(range(1_000 * start, 1_000 * start + 9 * BLOCK))
+            world.start(name, Script(prompt, 9, chunk_ms=(0, 0)), *world.ranks)
+        world.clock.after(50, lambda: world.start("small", SMALL, *world.ranks))
+        world.finish()
+    for rank in world.ranks:
+        assert [world.ends(rank, name)[0].outcome for name in large] == [Outcome.SUCCEEDED] * 5
+        assert world.ends(rank, "small")[0].outcome is Outcome.CANCELLED
+        assert not rank.agent.drops
 
 
 @pytest.mark.parametrize("side", [CONTEXT, GENERATION])

@@ -98,7 +98,7 @@ def random_world(number: int) -> World:
         hears_ms=(0, rng.choice((0, 5, 40))),
     )
     world.watches.append(partial(_count_moment, world.faults))
-    for index in range(rng.randint(4, 12)):
+    for index in range(rng.randint(3, 10)):
         script = random_script(rng)
         places = rng.randrange(2), rng.randrange(2)
         world.clock.after(rng.randint(0, 800), partial(_start, world, f"r{index}", script, places))
