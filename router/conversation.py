@@ -18,6 +18,7 @@ from router.placement import (
     NoWorkerError,
     Placement,
     PlacementReason,
+    PrefixHolder,
     Reservation,
     ReservationKind,
     RouteRequest,
@@ -32,6 +33,7 @@ from router.rules import (
     RuleSettings,
     choose_context,
     choose_generation,
+    choose_prefix_source,
 )
 from router.snapshots import WorkerSnapshot
 from transfer.identity import Incarnation
@@ -130,6 +132,17 @@ class ConversationRouter:
             generation=None if one_token else generation.incarnation,
             context_cached_tokens=context.cached_tokens,
             generation_cached_tokens=generation_cached,
+            prefix_source=choose_prefix_source(
+                [
+                    PrefixHolder(worker, tokens)
+                    for worker, tokens in cached.items()
+                    if worker != context.incarnation
+                ],
+                request.request_id,
+                context.cached_tokens,
+                None if binding is None else binding.generation,
+                self._settings.rules,
+            ),
             reason=reason,
             prefill=Reservation(request.request_id, "prefill", context.incarnation, charge),
             sequence=None if one_token else self._sequence(request, generation.incarnation),

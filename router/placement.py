@@ -60,6 +60,14 @@ class Reservation:
     tokens: int
 
 
+@dataclass(frozen=True)
+class PrefixHolder:
+    """A worker that is believed to hold the first ``tokens`` tokens of a prompt."""
+
+    worker: Incarnation
+    tokens: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """Where the legs of one request run.
@@ -73,6 +81,8 @@ class Placement:
     generation: Incarnation | None
     context_cached_tokens: int = 0
     generation_cached_tokens: int = 0
+    prefix_source: PrefixHolder | None = None
+    """From whom the context worker may fetch a prefix that it lacks itself."""
     reason: PlacementReason
     prefill: Reservation
     sequence: Reservation | None

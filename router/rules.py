@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from router.placement import PlacementReason
+from router.placement import PlacementReason, PrefixHolder
 from transfer.identity import Incarnation
 
 
@@ -86,6 +86,8 @@ class RuleSettings:
     """A new conversation follows a match of at least this many tokens beyond the shared
     preamble.
     """
+    pull_tokens: int = 256
+    """A prefix is fetched from another worker that holds at least this much more of it."""
     spill_backlog_tokens: int = 65_536
     """A conversation leaves its worker when that is this much further behind than the least loaded
     one.
@@ -135,6 +137,26 @@ def choose_context(
         turns = sorted(candidates, key=lambda entry: str(entry.incarnation))
         return turns[cursor % len(turns)], PlacementReason.ROUND_ROBIN
     return least, PlacementReason.LEAST_BACKLOG
+
+
+def choose_prefix_source(
+    candidates: Sequence[PrefixHolder],
+    request_id: str,
+    held_tokens: int,
+    preferred: Incarnation | None,
+    settings: RuleSettings,
+) -> PrefixHolder | None:
+    """The candidate that a context worker which holds ``held_tokens`` of a prompt fetches from.
+
+    The one that holds most; of equals the ``preferred`` one, where the conversation was decoded and
+    which may hold its last answer beyond what is known. None where too little would be saved.
+    """
+    able = [one for one in candidates if one.tokens >= held_tokens + settings.pull_tokens]
+
+    def by_gain(one: PrefixHolder) -> tuple[int, bool, int]:
+        return (one.tokens, one.worker == preferred, tie_break(request_id, one.worker))
+
+    return max(able, key=by_gain, default=None)
 
 
 def choose_generation(

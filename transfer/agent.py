@@ -23,22 +23,26 @@ from transfer.agent_pair import Pair, PairOwner, Route, Side
 from transfer.agent_peers import PeerConnector
 from transfer.agent_requests import RequestBook, RunningRequest
 from transfer.grants_in import GrantsIn
-from transfer.grants_out import GrantOrder, GrantsOut
+from transfer.grants_out import GrantOrder, GrantsOut, Order
 from transfer.identity import Incarnation, PeerAddress
 from transfer.lease import TransferLease
 from transfer.leased_pages import LeasedPages
-from transfer.messages import Grant, HandoffData
+from transfer.messages import Grant, HandoffData, Pull
 from transfer.outcome import Outcome
 from transfer.peers import dp_group, granters_to
 from transfer.pending import EndedSessions, PendingCancels
 from transfer.plan import TransferPlan
+from transfer.prefix import Prefix
+from transfer.pull_order import PullOrder
 from transfer.rank_info import RankInfo
 from transfer.request_transfer import LocalEvent
 from transfer.session import Session
 from transfer.session_events import (
     AnnounceRequested,
     CancelRequested,
+    DeclineRequested,
     FailureReported,
+    FoundRequested,
     HandOffRequested,
     NoDecodeRequested,
 )
@@ -47,6 +51,7 @@ from transfer.transport import PageMemory, Transport, main_lane
 logger = logging.getLogger(__name__)
 
 STOPPING: Final = "this worker is stopping"
+ITSELF: Final = "an instance does not pull from itself"
 HEALTH_S: Final = 0.5
 """How often the transport is looked at: its death is nobody's completion."""
 
@@ -157,7 +162,8 @@ class TransferAgent(PairOwner):
         """Generation: promise ``prompt_tokens`` to ``sources``, all ranks of the dp group of the
         context instance that serves the request; all is over in ``deadline_ms``.
         """
-        self._call(self._grant, request_id, tuple(sources), prompt_tokens, deadline_ms)
+        end_s = self._running_loop().time() + deadline_ms / 1000
+        self._call(self._open, GrantOrder(request_id, tuple(sources), prompt_tokens, end_s))
 
     def ready(
         self, request_id: str, first_block: int, end_block: int, lease: TransferLease
@@ -184,6 +190,32 @@ class TransferAgent(PairOwner):
     def no_decode(self, request_id: str) -> None:
         """Context: the first token ended the request."""
         self._call(self._tell, Side.CONTEXT, request_id, NoDecodeRequested())
+
+    def pull(
+        self,
+        request_id: str,
+        sources: Sequence[PeerAddress],
+        prefix: Prefix,
+        least_blocks: int,
+        deadline_ms: int,
+    ) -> None:
+        """Any rank: ask ``sources``, all ranks of one dp group of another instance, for at least
+        ``least_blocks`` blocks of ``prefix``; all is over in ``deadline_ms``. ``ready`` follows
+        ``PrefixFoundReceived``.
+        """
+        end_s = self._running_loop().time() + deadline_ms / 1000
+        order = PullOrder(request_id, tuple(sources), prefix, least_blocks, end_s)
+        self._call(self._pull, order)
+
+    def found(self, request_id: str, end_block: int) -> None:
+        """Source: blocks up to ``end_block`` of a pulled prefix are leased; ``ship`` and
+        ``hand_off`` follow.
+        """
+        self._call(self._tell, Side.CONTEXT, request_id, FoundRequested(end_block))
+
+    def decline(self, request_id: str, reason: str) -> None:
+        """Source: a pulled prefix is not here, or not served now."""
+        self._call(self._tell, Side.CONTEXT, request_id, DeclineRequested(reason))
 
     def cancel(self, request_id: str, reason: str) -> None:
         """Either side: not wanted any more. Also remembered for a request that is not known yet."""
@@ -220,8 +252,8 @@ class TransferAgent(PairOwner):
         self._book.heard(session, event, cause)
 
     @override
-    def granted(self, pair: Pair, grant: Grant) -> None:
-        self._grants_in.take(pair, grant)
+    def opened(self, pair: Pair, opening: Grant | Pull) -> None:
+        self._grants_in.take(pair, opening)
 
     @override
     def session_closed(self, pair: Pair, session: Session) -> None:
@@ -269,26 +301,27 @@ class TransferAgent(PairOwner):
         granters = granters_to(peer, self._instance, self._info.shape.dp_rank)
         return len(granters) if self._info.rank in {rank.rank for rank in granters} else 0
 
-    def _grant(
-        self,
-        request_id: str,
-        sources: tuple[PeerAddress, ...],
-        prompt_tokens: int,
-        deadline_ms: int,
-    ) -> None:
+    def _pull(self, order: PullOrder) -> None:
+        if self._info.incarnation in {source.incarnation for source in order.sources}:
+            # Both ends would be one id of one engine.
+            self._end_unstarted(order.request_id, Outcome.FAILED, ITSELF, "engine")
+        else:
+            self._open(order)
+
+    def _open(self, order: Order) -> None:
+        request_id = order.request_id
         reason = self._cancels.take(request_id)
         if reason is not None:
             self._end_unstarted(request_id, Outcome.CANCELLED, reason, "cancelled")
             return
         known = self._book.undecided(Side.GENERATION, request_id) is not None
         if known or request_id in self._grants_out.dialling:
-            logger.error("request %s was granted twice by this engine; ignored", request_id)
+            logger.error("request %s was opened twice by this engine; ignored", request_id)
             return
         if self._closed:
             self._end_unstarted(request_id, Outcome.FAILED, STOPPING, "engine")
             return
-        end_s = self._running_loop().time() + deadline_ms / 1000
-        self._grants_out.grant(GrantOrder(request_id, sources, prompt_tokens, end_s))
+        self._grants_out.open(order)
 
     def _give(
         self,

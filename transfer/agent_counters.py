@@ -45,7 +45,9 @@ class TransferCounters:
     """Sessions whose outcome is open or whose pages may still be touched."""
     leases_in_doubt: int = 0
     staged_bytes_total: int = 0
-    """Page bytes gathered or scattered here."""
+    """Page bytes that a gather or a scatter copied here; not those that could be left where they
+    lay.
+    """
     staging_bytes_in_doubt: int = 0
     """Staging buffers that a lost peer may still reach."""
     failures: Counter[str] = field(default_factory=Counter)

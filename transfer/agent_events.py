@@ -14,6 +14,7 @@ from transfer.identity import Incarnation
 from transfer.lease import TransferLease
 from transfer.messages import HandoffData
 from transfer.outcome import Outcome
+from transfer.prefix import Prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,26 @@ class AnnounceReceived:
     """
 
     request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PullReceived:
+    """Source side: a rank asks for a prefix. Call ``found``, ``ship`` and ``hand_off``, or
+    ``decline``.
+    """
+
+    request_id: str
+    puller: Incarnation
+    prefix: Prefix
+    least_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixFoundReceived:
+    """Puller side: the source has blocks up to ``end_block``; allocate, then call ``ready``."""
+
+    request_id: str
+    end_block: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +111,8 @@ class LeaseInDoubt:
 AgentEvent = (
     GrantReceived
     | AnnounceReceived
+    | PullReceived
+    | PrefixFoundReceived
     | ChunkReceived
     | HandoffReceived
     | NoDecodeReceived

@@ -19,7 +19,7 @@ from transfer.agent_counters import TransferCounters
 from transfer.agent_events import AgentEvent
 from transfer.control import ControlLink
 from transfer.identity import Incarnation
-from transfer.messages import Grant, SessionMessage
+from transfer.messages import Grant, Pull, SessionMessage
 from transfer.outcome import PeerFate, PostStatus
 from transfer.pair_posts import PairPosts, Schedule
 from transfer.plan import TransferPlan
@@ -59,8 +59,8 @@ class PairOwner(Protocol):
     def reported(self, session: Session, event: AgentEvent, cause: object) -> None:
         """What a session reports when it is told ``cause``."""
 
-    def granted(self, pair: Pair, grant: Grant) -> None:
-        """A generation rank grants a request (context side)."""
+    def opened(self, pair: Pair, opening: Grant | Pull) -> None:
+        """A generation rank grants a request (context side), or a rank pulls a prefix."""
 
     def session_closed(self, pair: Pair, session: Session) -> None:
         """Nothing of this session is left."""
@@ -197,8 +197,8 @@ class Pair:
 
     def received(self, message: SessionMessage) -> None:
         """A message of the peer; those of forgotten sessions are late and harmless."""
-        if isinstance(message, Grant) and message.session not in self._sessions:
-            self._owner.granted(self, message)
+        if isinstance(message, Grant | Pull) and message.session not in self._sessions:
+            self._owner.opened(self, message)
             return
         session = self._sessions.get(message.session)
         if session is None:

@@ -47,8 +47,9 @@ class RunningRequest:
     """One request on one side of this rank."""
 
     def __init__(
-        self, side: Side, core: RequestTransfer, prompt_tokens: int, book: RequestBook
+        self, side: Side, core: RequestTransfer, prompt_tokens: int | None, book: RequestBook
     ) -> None:
+        """``prompt_tokens`` is None for a prefix pull."""
         self.side: Final = side
         self.core: Final = core
         self.prompt_tokens: Final = prompt_tokens
@@ -211,7 +212,7 @@ class RequestBook:
         """Every request that has a session."""
         return tuple(dict.fromkeys(self._by_session.values()))
 
-    def open(self, side: Side, core: RequestTransfer, prompt_tokens: int) -> RunningRequest:
+    def open(self, side: Side, core: RequestTransfer, prompt_tokens: int | None) -> RunningRequest:
         """A new request. An earlier one of its id goes on until its leases are over."""
         running = RunningRequest(side, core, prompt_tokens, self)
         self._current[side, core.request_id] = running

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Final
 
 PASSES: Final = 2
-"""Over every staged byte: a gather at the sender, a scatter at the receiver."""
+"""Over a staged byte, at most: a gather at the sender, a scatter at the receiver. An end whose
+slots lie as the message does makes none.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Context side: grants that come in, and the sessions that they start.
+"""Context side: grants that come in, and the sessions that they start. Prefix pulls come in alike.
 
 Every generation rank that this rank sends to grants the request for itself and says how many do.
 The engine hears of it when all have. One that comes after the request has ended without it is told
@@ -14,11 +14,12 @@ from transfer.agent_config import AgentConfig
 from transfer.agent_pair import Pair, Side
 from transfer.agent_requests import RequestBook, RunningRequest
 from transfer.context_session import ContextSession
-from transfer.messages import CancelSession, Grant, SenderFailed
+from transfer.messages import CancelSession, Grant, Pull, SenderFailed
 from transfer.outcome import Outcome
 from transfer.pending import EndedSessions, PendingCancels, Unfinished, UnfinishedGrants
 from transfer.request_transfer import RequestTransfer
 from transfer.session_events import CancelRequested
+from transfer.source_session import SourceSession
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class GrantsIn:
         self._config: Final = config
         self._unfinished: Final = UnfinishedGrants()
 
-    def take(self, pair: Pair, grant: Grant) -> None:
+    def take(self, pair: Pair, grant: Grant | Pull) -> None:
         """A grant of a session that this rank does not know."""
         if grant.session in self._ended:
             return
@@ -54,7 +55,8 @@ class GrantsIn:
                 self._turn_away(pair, grant, end.outcome, end.reason)
                 return
             core = RequestTransfer(grant.request_id, grant.receivers)
-            running = self._book.open(Side.CONTEXT, core, grant.prompt_tokens)
+            prompt_tokens = grant.prompt_tokens if isinstance(grant, Grant) else None
+            running = self._book.open(Side.CONTEXT, core, prompt_tokens)
         else:
             reason = _unfit(running, pair, grant)
             if reason:
@@ -79,8 +81,9 @@ class GrantsIn:
             ),
         )
 
-    def _start(self, running: RunningRequest, pair: Pair, grant: Grant) -> None:
-        session = ContextSession(
+    def _start(self, running: RunningRequest, pair: Pair, grant: Grant | Pull) -> None:
+        session_type = ContextSession if isinstance(grant, Grant) else SourceSession
+        session = session_type(
             request_id=grant.request_id,
             session=grant.session,
             peer=pair.incarnation,
@@ -99,7 +102,7 @@ class GrantsIn:
         if reason is not None:
             running.tell(CancelRequested(reason))
 
-    def _turn_away(self, pair: Pair, grant: Grant, outcome: Outcome, reason: str) -> None:
+    def _turn_away(self, pair: Pair, grant: Grant | Pull, outcome: Outcome, reason: str) -> None:
         self._ended.add(grant.session)
         if outcome is Outcome.CANCELLED:
             pair.send(CancelSession(session=grant.session, reason=reason))
@@ -107,9 +110,11 @@ class GrantsIn:
             pair.send(SenderFailed(session=grant.session, reason=reason))
 
 
-def _unfit(running: RunningRequest, pair: Pair, grant: Grant) -> str:
+def _unfit(running: RunningRequest, pair: Pair, grant: Grant | Pull) -> str:
     """Why this is no further grant of a running request; empty when it is one."""
     pairs = running.pairs
+    if (running.prompt_tokens is None) != isinstance(grant, Pull):
+        return "this id is that of a transfer of another kind"
     if running.core.ending is not None:
         return running.core.ending[1]
     if pairs[0].incarnation != pair.incarnation:

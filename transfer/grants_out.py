@@ -1,4 +1,5 @@
 """Generation side: dials the ranks of a context instance, then starts a request's sessions at once.
+A prefix pull starts alike: the pulling instance is the generation side of it, its source the other.
 
 A rank has a session with every rank that has pages for it. Leaders have one with each other,
 because only they have first tokens, and the leader has one with a context rank that nobody else
@@ -11,7 +12,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 from transfer.agent_pair import Pair, Side
 from transfer.agent_peers import PeerConnector
@@ -22,6 +23,7 @@ from transfer.generation_session import GenerationSession
 from transfer.identity import PeerAddress
 from transfer.outcome import Outcome
 from transfer.peers import require_dp_group
+from transfer.pull_order import PullOrder
 from transfer.request_transfer import RequestTransfer
 from transfer.session_events import GrantRequested
 
@@ -36,6 +38,14 @@ class GrantOrder:
     sources: tuple[PeerAddress, ...]
     prompt_tokens: int
     end_s: float
+    session_type: ClassVar[type[GenerationSession]] = GenerationSession
+
+    def opening(self, left_ms: int, receivers: int) -> GrantRequested:
+        """What starts each session."""
+        return GrantRequested(self.prompt_tokens, left_ms, receivers)
+
+
+Order = GrantOrder | PullOrder
 
 
 Unstarted = Callable[[str, Outcome, str, str], None]
@@ -64,7 +74,7 @@ class GrantsOut:
         """Requests of which some context rank is still being dialled."""
         return tuple(self._dialling)
 
-    def grant(self, order: GrantOrder) -> None:
+    def open(self, order: Order) -> None:
         """Start the sessions, after dialling where a rank is not connected."""
         pairs = [self._peers.open_pair(Side.GENERATION, rank.rank_id) for rank in order.sources]
         connected = [pair for pair in pairs if pair is not None]
@@ -84,7 +94,7 @@ class GrantsOut:
         self._unstarted(request_id, Outcome.CANCELLED, reason, "cancelled")
         return True
 
-    async def _dial(self, order: GrantOrder) -> None:
+    async def _dial(self, order: Order) -> None:
         try:
             async with asyncio.timeout_at(order.end_s):
                 pairs = await asyncio.gather(*(self._pair_with(rank) for rank in order.sources))
@@ -108,18 +118,18 @@ class GrantsOut:
         except HandshakeError as error:
             raise HandshakeError(f"{rank.rank_id}: {error}") from error
 
-    def _fail_dial(self, order: GrantOrder, reason: str, kind: str) -> None:
+    def _fail_dial(self, order: Order, reason: str, kind: str) -> None:
         if self._dialled(order):
             self._unstarted(order.request_id, Outcome.FAILED, reason, kind)
 
-    def _dialled(self, order: GrantOrder) -> bool:
+    def _dialled(self, order: Order) -> bool:
         """The dialling is over; False when it was stopped, and its end told, before it noticed."""
         if self._dialling.get(order.request_id) is not asyncio.current_task():
             return False
         del self._dialling[order.request_id]
         return True
 
-    def _start(self, order: GrantOrder, pairs: Sequence[Pair]) -> None:
+    def _start(self, order: Order, pairs: Sequence[Pair]) -> None:
         try:
             require_dp_group([pair.peer for pair in pairs])
         except ValueError as error:
@@ -133,17 +143,17 @@ class GrantsOut:
         leading = [name for pair, name in names.items() if leads and pair.peer.shape.leads]
         core = RequestTransfer(order.request_id, len(names), leading[0] if leading else None)
         running = self._book.open(Side.GENERATION, core, order.prompt_tokens)
-        sessions = {pair: self._session(order.request_id, pair, names[pair]) for pair in names}
+        sessions = {pair: self._session(order, pair, names[pair]) for pair in names}
         for pair, session in sessions.items():
             running.join(pair, session)
         left_s = order.end_s - asyncio.get_running_loop().time()
         left_ms = max(int(left_s * 1000), 1)
         for pair, session in sessions.items():
-            pair.drive(session, GrantRequested(order.prompt_tokens, left_ms, pair.granters))
+            pair.drive(session, order.opening(left_ms, pair.granters))
 
-    def _session(self, request_id: str, pair: Pair, name: str) -> GenerationSession:
-        return GenerationSession(
-            request_id=request_id,
+    def _session(self, order: Order, pair: Pair, name: str) -> GenerationSession:
+        return order.session_type(
+            request_id=order.request_id,
             session=name,
             peer=pair.incarnation,
             plan=pair.plan,

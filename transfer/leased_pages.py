@@ -1,8 +1,9 @@
 """Slots of a lease as the sessions of a request see them, one entry a group of the session's plan.
 
 Blocks count over the whole sequence. A state, of which a lease has one slot, stands at the prompt's
-last block: it moves with that one, once. Blocks that the sender of a session does not hold, since
-context parallel ranks share them out, are not wanted from it.
+last block: it moves with that one, once. A pulled prefix (``prompt_tokens`` None) ends with its
+lease. Blocks that the sender of a session does not hold, since context parallel ranks share them
+out, are not wanted from it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class LeasedPages:
     def __init__(self, views: Mapping[int, int]) -> None:
         self._views: Final = views
 
-    def to_send(self, plan: TransferPlan, lease: TransferLease, prompt_tokens: int) -> LeasedBlocks:
+    def to_send(
+        self, plan: TransferPlan, lease: TransferLease, prompt_tokens: int | None
+    ) -> LeasedBlocks:
         """For a context session. Raises ValueError for a state of other than one slot."""
         return LeasedBlocks(
             lease,
@@ -37,7 +40,7 @@ class LeasedPages:
         )
 
     def to_receive(
-        self, plan: TransferPlan, lease: TransferLease, prompt_tokens: int
+        self, plan: TransferPlan, lease: TransferLease, prompt_tokens: int | None
     ) -> LeasedBlocks:
         """For a generation session. Raises likewise."""
         groups = []
@@ -50,7 +53,7 @@ class LeasedPages:
             groups.append(GroupBlocks(lease.first_block, slots))
         return LeasedBlocks(lease, tuple(groups))
 
-    def _slots(self, side: GroupSide, lease: TransferLease, prompt_tokens: int) -> Slots:
+    def _slots(self, side: GroupSide, lease: TransferLease, prompt_tokens: int | None) -> Slots:
         slots = lease.slots(self._views[side.layer_group])
         if not side.held.life_cycle.is_state:
             return slots
@@ -59,6 +62,9 @@ class LeasedPages:
                 f"layer group {side.layer_group}: expected one slot of a state, got {len(slots)}"
             )
         table = np.full(lease.end_block - lease.first_block, -1, dtype=np.int32)
-        if len(table) and lease.end_block == ceil_div(prompt_tokens, side.held.tokens_per_block):
+        last = lease.end_block
+        if prompt_tokens is not None:
+            last = ceil_div(prompt_tokens, side.held.tokens_per_block)
+        if len(table) and lease.end_block == last:
             table[-1] = slots[0]
         return table

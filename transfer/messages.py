@@ -8,6 +8,10 @@ are ordered, and each side speaks a last word exactly once: the context one of `
 SenderFailed, CancelSession``, the generation one of ``Received, CancelSession``. After the
 context's last word no ``ChunkSent`` follows, so the receiver knows when nothing more will be
 written to its pages. Page data never enters this codec; slot lists travel as packed int32.
+
+A prefix pull is such a session with another opening: ``Pull`` and ``PrefixFound`` in place of
+``Grant`` and ``Announce``, and ``PullDeclined`` in place of ``NoDecode``. Any two ranks may have
+one; the rank that pulls is the one that dials.
 """
 
 from __future__ import annotations
@@ -83,6 +87,41 @@ class Grant(Message):
     deadline_ms: int = Field(ge=1)
     receivers: int = Field(default=1, ge=1)
     """Ranks of the generation instance that grant this request to this context rank."""
+
+
+class Pull(Message):
+    """A rank asks for the KV of a prefix that it would compute otherwise. Opens a session as
+    ``Grant`` does. ``deadline_ms`` counts from receipt.
+    """
+
+    kind: Literal["pull"] = "pull"
+    request_id: str
+    """Of the pull, which is not that of the request it is for."""
+    session: str
+    scope: bytes
+    tokens: bytes
+    """The prefix, packed int32: whole blocks."""
+    least_blocks: int = Field(ge=1)
+    """With fewer blocks than this of the prefix the pull is not worth it."""
+    deadline_ms: int = Field(ge=1)
+    receivers: int = Field(default=1, ge=1)
+    """Ranks of the pulling instance that send this pull to this rank."""
+
+
+class PrefixFound(Message):
+    """Answer to ``Pull``: blocks up to ``end_block`` are here and stay; allocate pages now."""
+
+    kind: Literal["prefix_found"] = "prefix_found"
+    session: str
+    end_block: int = Field(ge=1)
+
+
+class PullDeclined(Message):
+    """Last word of a rank that does not have what was pulled, or does not serve it now."""
+
+    kind: Literal["pull_declined"] = "pull_declined"
+    session: str
+    reason: str
 
 
 class Announce(Message):
@@ -213,7 +252,11 @@ ToContext = Grant | ReceiveReady | Received | CancelSession
 """Session messages from a generation rank."""
 ToGeneration = Announce | ChunkSent | Handoff | NoDecode | SenderFailed | CancelSession
 """Session messages from a context rank."""
-SessionMessage = ToContext | ToGeneration
+ToSource = Pull | ReceiveReady | Received | CancelSession
+"""Session messages from a rank that pulls a prefix."""
+ToPuller = PrefixFound | PullDeclined | ChunkSent | Handoff | SenderFailed | CancelSession
+"""Session messages from the rank that it pulls from."""
+SessionMessage = ToContext | ToGeneration | ToSource | ToPuller
 ConnectionMessage = Challenge | Hello | Welcome | Introduction | PeerRefused | Heartbeat
 ControlMessage = ConnectionMessage | SessionMessage
 

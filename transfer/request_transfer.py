@@ -22,6 +22,8 @@ from transfer.agent_events import (
     LeaseEnded,
     LeaseInDoubt,
     NoDecodeReceived,
+    PrefixFoundReceived,
+    PullReceived,
     SessionEnded,
 )
 from transfer.lease import TransferLease
@@ -29,7 +31,9 @@ from transfer.outcome import Outcome
 from transfer.session_events import (
     AnnounceRequested,
     CancelRequested,
+    DeclineRequested,
     FailureReported,
+    FoundRequested,
     HandOffRequested,
     NoDecodeRequested,
 )
@@ -106,6 +110,8 @@ LocalEvent = (
     | AnnounceRequested
     | HandOffRequested
     | NoDecodeRequested
+    | FoundRequested
+    | DeclineRequested
     | CancelRequested
     | FailureReported
 )
@@ -119,6 +125,8 @@ class _Member:
     has_pages: bool
     granted: bool = False
     announced: bool = False
+    found_block: int = 0
+    """Puller: what the source has."""
     end_block: int = 0
     last_word: HandoffReceived | NoDecodeReceived | None = None
     end: SessionEnded | None = None
@@ -204,7 +212,7 @@ class RequestTransfer:
 
     # What sessions report.
 
-    def _on_granted(self, event: GrantReceived, session: str) -> None:
+    def _on_granted(self, event: GrantReceived | PullReceived, session: str) -> None:
         self._members[session].granted = True
         if not self.missing and all(member.granted for member in self._members.values()):
             self._report(event)
@@ -213,6 +221,21 @@ class RequestTransfer:
         self._members[session].announced = True
         if all(member.announced for member in self._members.values()):
             self._report(event)
+
+    def _on_found(self, event: PrefixFoundReceived, session: str) -> None:
+        self._members[session].found_block = event.end_block
+        self._end_if_sources_differ()
+        if self.state is RequestState.OPEN and all(m.found_block for m in self._members.values()):
+            self._report(event)
+
+    def _end_if_sources_differ(self) -> None:
+        """Ranks of a source hold the same blocks; a session over without a word was declined."""
+        members = self._members.values()
+        found = {member.found_block for member in members if member.found_block}
+        declined = [m for m in members if m.end is not None and m.last_word is None]
+        if len(found) > 1 or (found and declined):
+            blocks = sorted(found | {0}) if declined else sorted(found)
+            self._end(Outcome.FAILED, f"ranks of the source found {blocks} blocks of a prefix")
 
     def _on_chunk(self, event: ChunkReceived, session: str) -> None:
         self._members[session].end_block = event.end_block
@@ -229,6 +252,7 @@ class RequestTransfer:
         self._members[session].end = event
         if event.outcome is not Outcome.SUCCEEDED:
             self._end(event.outcome, event.reason)
+        self._end_if_sources_differ()
         if all(member.end is not None for member in self._members.values()) and (
             self.state is RequestState.ENDING or not self.missing
         ):
@@ -341,7 +365,14 @@ _ACCESS: Final[Mapping[type, Handler]] = {
     LeaseInDoubt: _R._on_lease_in_doubt,
 }
 _VERBS: Final[Mapping[type, Handler]] = dict.fromkeys(
-    (AnnounceRequested, HandOffRequested, NoDecodeRequested), _R._on_verb
+    (
+        AnnounceRequested,
+        HandOffRequested,
+        NoDecodeRequested,
+        FoundRequested,
+        DeclineRequested,
+    ),
+    _R._on_verb,
 )
 _LATE_VERBS: Final[Mapping[type, Handler]] = {
     **dict.fromkeys(
@@ -349,6 +380,8 @@ _LATE_VERBS: Final[Mapping[type, Handler]] = {
             AnnounceRequested,
             HandOffRequested,
             NoDecodeRequested,
+            FoundRequested,
+            DeclineRequested,
             CancelRequested,
             FailureReported,
         ),
@@ -358,7 +391,9 @@ _LATE_VERBS: Final[Mapping[type, Handler]] = {
 }
 _PROGRESS: Final = (
     GrantReceived,
+    PullReceived,
     AnnounceReceived,
+    PrefixFoundReceived,
     ChunkReceived,
     HandoffReceived,
     NoDecodeReceived,
@@ -367,6 +402,7 @@ _BY_STATE: Final[Mapping[RequestState, Mapping[type, Handler]]] = {
     _S.GATHERING: {
         SessionJoined: _R._on_joined,
         GrantReceived: _R._on_granted,
+        PullReceived: _R._on_granted,
         SessionEnded: _R._on_session_ended,
         CancelRequested: _R._on_cancel,
         FailureReported: _R._on_failure,
@@ -375,7 +411,9 @@ _BY_STATE: Final[Mapping[RequestState, Mapping[type, Handler]]] = {
         **_ACCESS,
         **_VERBS,
         GrantReceived: _R._on_granted,
+        PullReceived: _R._on_granted,
         AnnounceReceived: _R._on_announced,
+        PrefixFoundReceived: _R._on_found,
         ChunkReceived: _R._on_chunk,
         HandoffReceived: _R._on_last_word,
         NoDecodeReceived: _R._on_last_word,
@@ -408,7 +446,7 @@ REQUEST_IMPOSSIBLE: Final[Mapping[RequestState, frozenset[type]]] = {
     # The engine is told of the request, and pages are given, when all sessions are there.
     _S.GATHERING: frozenset(
         {
-            *(set(_PROGRESS) - {GrantReceived}),
+            *(set(_PROGRESS) - {GrantReceived, PullReceived}),
             *_ACCESS,
             *_VERBS,
             PagesGiven,

@@ -31,6 +31,8 @@ class SessionState(Enum):
 
     NEW = "new"
     GRANTED = "granted"
+    ASKED = "asked"
+    """Pull: whether the source has the prefix is not known yet. In place of GRANTED."""
     ANNOUNCED = "announced"
     COMPUTED = "computed"
     """Context: all is computed, the receiver's pages are not known yet."""

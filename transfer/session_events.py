@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from transfer.lease import LeasedBlocks
-from transfer.messages import HandoffData, ToContext, ToGeneration
+from transfer.messages import HandoffData, ToContext, ToGeneration, ToPuller, ToSource
 from transfer.outcome import PeerFate, PostStatus
+from transfer.prefix import Prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,32 @@ class GrantRequested:
     prompt_tokens: int
     deadline_ms: int
     receivers: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PullRequested:
+    """Puller: ask for ``prefix``, as do all ``receivers`` of this instance; everything must be over
+    in ``deadline_ms``.
+    """
+
+    prefix: Prefix
+    least_blocks: int
+    deadline_ms: int
+    receivers: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRequested:
+    """Source: blocks up to ``end_block`` of the prefix are leased and will be shipped."""
+
+    end_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeclineRequested:
+    """Source: the prefix is not here, or not served now."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +150,30 @@ ContextEvent = (
 GenerationEvent = (
     ToGeneration
     | GrantRequested
+    | PagesReady
+    | CancelRequested
+    | FailureReported
+    | PostEnded
+    | PeerLost
+    | PeerDied
+    | DeadlinePassed
+)
+SourceEvent = (
+    ToSource
+    | FoundRequested
+    | ShipRequested
+    | HandOffRequested
+    | DeclineRequested
+    | CancelRequested
+    | FailureReported
+    | PostEnded
+    | PeerLost
+    | PeerDied
+    | DeadlinePassed
+)
+PullerEvent = (
+    ToPuller
+    | PullRequested
     | PagesReady
     | CancelRequested
     | FailureReported

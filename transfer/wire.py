@@ -20,7 +20,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 # 1: first version. 2: runs of a chunk say whether they pass through staging. 3: a grant says how
-# many ranks grant a request, and only the leader's handoff has data.
+# many ranks grant a request, and only the leader's handoff has data; prefix pulls.
 PROTOCOL_VERSION: Final = 3
 MAGIC: Final = b"PF"
 HEADER: Final = struct.Struct("<2sHI")

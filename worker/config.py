@@ -49,6 +49,10 @@ class WorkerConfig(BaseModel):
     tensor_parallel_size: int = Field(default=1, ge=1)
     transfer_timeout_ms: int = Field(default=60_000, gt=0)
     """Floor of a transfer's deadline; bytes are added on top."""
+    least_pull_tokens: int = Field(default=256, ge=1)
+    """A prefix is fetched from another instance where that saves at least this many tokens."""
+    pull_timeout_ms: int = Field(default=10_000, gt=0)
+    """A prompt waits no longer than this for a prefix that it can compute."""
     quarantine_limit_blocks: int = Field(default=64, ge=0)
     """Above this many quarantined blocks the worker reports itself not ready."""
     quarantine_grace_ms: int = Field(default=15_000, ge=0)

@@ -1,7 +1,8 @@
 """Context legs: prompts that are prefilled here and decoded elsewhere.
 
 Life of a leg: 1 wait for the grant of the generation worker (it may have come before the request:
-remembered, bounded, expiring); 2 queue for pages; 3 announce, then compute chunk by chunk, shipping
+remembered, bounded, expiring), then for a prefix that another instance has (:mod:`worker.pulls`);
+2 queue for pages; 3 announce, then compute chunk by chunk, shipping
 the blocks of each finished chunk while the next one computes; 4 draw the first token of every
 choice from one row of logits and stream it at once; 5 hand off, or say that there is nothing to
 decode; 6 end with the session. Shipped pages are leased until their last access ended.
@@ -19,6 +20,8 @@ from transfer.messages import ChoiceHandoff, HandoffData, HandoffLogprob
 from transfer.outcome import Outcome
 from worker.desk import SUCCEEDED, Desk, Ending
 from worker.ports import Drawn
+from worker.prefixes import PullLimits
+from worker.pulls import PrefixPulls
 from worker.remembered import Remembered
 from worker.requests import LegRecord, LegState, Sequence, SequenceState, TokenList
 from worker.role import Role
@@ -30,8 +33,9 @@ REMEMBERED_GRANT_MS = 30_000
 class ContextRole(Role):
     """Strategy of ``Prefill`` legs."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Desk, pull_limits: PullLimits) -> None:
         self._desk = desk
+        self.pulls = PrefixPulls(desk, pull_limits, self._compute)
         self._grants = Remembered[Incarnation](
             limit=REMEMBERED_GRANTS, lifetime_ms=REMEMBERED_GRANT_MS
         )
@@ -42,7 +46,7 @@ class ContextRole(Role):
         if leg.destination is None:
             if grant is not None:
                 self._desk.transfers.cancel(leg.request_id, "the request needs no transfer")
-            self._compute(leg)
+            self._prepare(leg)
         elif grant is not None:
             self._granted(leg, grant)
 
@@ -80,10 +84,19 @@ class ContextRole(Role):
 
     def _granted(self, leg: LegRecord, generation: Incarnation) -> None:
         if generation == leg.destination:
-            self._compute(leg)
+            self._prepare(leg)
             return
         reason = f"granted by {generation}, but the destination is {leg.destination}"
         self._desk.transfers.cancel(leg.request_id, reason)
+
+    def _prepare(self, leg: LegRecord) -> None:
+        if not self.pulls.begin(leg):
+            self._compute(leg)
+
+    @override
+    def land(self, leg: LegRecord) -> bool:
+        self.pulls.ask(leg)
+        return True
 
     def _compute(self, leg: LegRecord) -> None:
         leg.enter(LegState.COMPUTING)

@@ -22,6 +22,7 @@ from worker.messages import SamplingParams
 from worker.model.loader import LoadedModel, load_model
 from worker.model.runner import ModelRunner
 from worker.ports import Clock, Draw, Executor, Output, Slice, Transfers
+from worker.prefixes import PullLimits
 from worker.ranks import RankManager
 
 WARM_UP_TOKENS = 16
@@ -125,6 +126,9 @@ def make_engine(
             max_running=config.max_running,
             quarantine_limit_blocks=config.quarantine_limit_blocks,
             quarantine_grace_ms=config.quarantine_grace_ms,
+            pulls=PullLimits(
+                least_tokens=config.least_pull_tokens, timeout_ms=config.pull_timeout_ms
+            ),
         ),
     )
 

@@ -17,6 +17,13 @@ class Counters:
     transferred_bytes: int = 0
     transferred_blocks: int = 0
     preemptions: int = 0
+    pulls_succeeded: int = 0
+    pulls_declined: int = 0
+    pulls_failed: int = 0
+    pulls_served: int = 0
+    """Of other instances, from this one."""
+    pulled_tokens: int = 0
+    """Fetched from other instances instead of computed. They count as cached, too."""
     steps: int = 0
 
 

@@ -163,9 +163,9 @@ class Desk:
         if leg.landing is not None:
             leg.landing.close()
             leg.landing = None
-        session = leg.uses_transfer and self.leases.has_session(leg.request_id)
-        if session and ending.outcome != "succeeded":
-            self.transfers.cancel(leg.request_id, ending.message)
+        if ending.outcome != "succeeded":
+            for session in filter(self.leases.has_session, leg.session_ids):
+                self.transfers.cancel(session, ending.message)
         self.legs.remove(leg, self.clock.now_ms())
         if ending.outcome == "failed":
             logger.warning(

@@ -40,7 +40,9 @@ from worker.ports import (
     SliceResult,
     Transfers,
 )
+from worker.prefixes import PullLimits
 from worker.requests import Sequence
+from worker.served_pulls import ServedPulls
 from worker.survey import Survey
 
 GAUGES_EVERY_MS = 100
@@ -58,6 +60,7 @@ class EngineLimits:
     max_running: int
     quarantine_limit_blocks: int
     quarantine_grace_ms: int
+    pulls: PullLimits
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -87,10 +90,11 @@ class Engine:
             demand=parts.demand,
             leases=LeaseBook(parts.manager),
         )
-        context = ContextRole(self._desk)
+        context = ContextRole(self._desk, limits.pulls)
         generation = GenerationRole(self._desk)
         bounds = Bounds(limits.max_sequence_tokens, limits.vocab_size, limits.max_running)
-        self._intake = Intake(self._desk, context, generation, bounds)
+        served = ServedPulls(self._desk, limits.pulls)
+        self._intake = Intake(self._desk, context, generation, served, bounds)
         self._board = PageBoard(
             self._desk,
             context,

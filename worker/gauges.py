@@ -10,7 +10,15 @@ from worker.messages import WorkerGauges
 from worker.requests import LegState, SequenceState
 
 _WAITING: Final = frozenset(
-    {LegState.AWAITING_GRANT, LegState.AWAITING_ROOM, LegState.GRANTED, LegState.LANDING}
+    {
+        LegState.AWAITING_GRANT,
+        LegState.AWAITING_ROOM,
+        LegState.GRANTED,
+        LegState.LANDING,
+        LegState.PULL_WAITING,
+        LegState.PULLING,
+        LegState.PULL_RECEIVING,
+    }
 )
 
 
@@ -46,6 +54,11 @@ def read_gauges(desk: Desk, trouble: str) -> WorkerGauges:
         evicted_pages_total=totals.evicted_pages,
         demoted_pages_total=totals.demoted_pages,
         onboarded_pages_total=totals.onboarded_pages,
+        pulls_succeeded_total=counters.pulls_succeeded,
+        pulls_declined_total=counters.pulls_declined,
+        pulls_failed_total=counters.pulls_failed,
+        pulls_served_total=counters.pulls_served,
+        pulled_tokens_total=counters.pulled_tokens,
     )
 
 

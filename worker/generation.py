@@ -22,6 +22,7 @@ from transfer.outcome import Outcome
 from worker.desk import SUCCEEDED, Desk, Ending
 from worker.messages import TokenLogprob
 from worker.ports import CacheSequence, Drawn
+from worker.prefixes import open_whole_blocks
 from worker.requests import LegRecord, LegState, Sequence, SequenceState, TokenList
 from worker.role import Role
 
@@ -88,6 +89,7 @@ class GenerationRole(Role):
         if leg is not None and leg.state is LegState.GRANTED:
             leg.enter(LegState.LANDING)
 
+    @override
     def land(self, leg: LegRecord) -> bool:
         """Allocate what the own prefix tree lacks. False, and nothing changed, while pages are
         short.
@@ -95,14 +97,13 @@ class GenerationRole(Role):
         desk = self._desk
         block = desk.demand.tokens_per_block
         cache = desk.manager.open(leg.scope, leg.prompt, max_match=leg.prompt_tokens)
-        matched = cache.matched_tokens
-        if matched < leg.prompt_tokens and matched % block:
+        if cache.matched_tokens < leg.prompt_tokens and cache.matched_tokens % block:
             # The partly matched block arrives whole: a copy of its beginning would be of no use,
             # and on a device it could be late and hit what has arrived.
+            limit = cache.matched_tokens
             cache.close()
-            matched -= matched % block
-            cache = desk.manager.open(leg.scope, leg.prompt, max_match=matched)
-            matched = cache.matched_tokens
+            cache = open_whole_blocks(desk.manager, leg.scope, leg.prompt, max_match=limit)
+        matched = cache.matched_tokens
         if not cache.grow_to_receive(leg.prompt_tokens):
             cache.close()
             leg.saving = ()  # what it was to share is gone: it needs all of its room

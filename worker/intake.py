@@ -17,6 +17,8 @@ from transfer.agent_events import (
     LeaseEnded,
     LeaseInDoubt,
     NoDecodeReceived,
+    PrefixFoundReceived,
+    PullReceived,
     SessionEnded,
 )
 from worker.admission import Bounds, Checked, Rejected, check
@@ -26,6 +28,7 @@ from worker.generation import GenerationRole
 from worker.inbox import Command
 from worker.messages import Cancel, Generate, Leg, LegEnded, Prefill, Stop
 from worker.requests import LegRecord, LegState
+from worker.served_pulls import ServedPulls
 
 DEADLINE = Ending("failed", "deadline", "the deadline of the request has passed")
 
@@ -37,6 +40,7 @@ class Intake:
     desk: Desk
     context: ContextRole
     generation: GenerationRole
+    served: ServedPulls
     bounds: Bounds
 
     def command(self, connection: int, message: Command) -> None:
@@ -66,6 +70,12 @@ class Intake:
                 self.generation.announced(event.request_id)
             case ChunkReceived():
                 pass  # the handoff says that every page is in; nothing starts before it
+            case PullReceived():
+                self.served.pull_received(event)
+            case PrefixFoundReceived():
+                self.context.pulls.found(event)
+            case HandoffReceived() if event.request_id in self.context.pulls:
+                self.context.pulls.received(event)
             case HandoffReceived():
                 self.generation.handed_off(event)
             case NoDecodeReceived():
@@ -100,6 +110,7 @@ class Intake:
             return
         leg = self._leg(connection, "context", message, checked, state=LegState.AWAITING_GRANT)
         leg.destination = message.destination
+        leg.prefix_source = message.prefix_source
         if self._taken(leg):
             return
         self.desk.legs.add(leg)
@@ -210,6 +221,10 @@ class Intake:
         desk.counters.transferred_bytes += event.transferred_bytes
         desk.counters.transferred_blocks += event.transferred_blocks
         self.context.forget_grant(event.request_id)
+        if event.request_id in self.context.pulls:
+            self.context.pulls.ended(event)
+        if event.request_id in self.served:
+            self.served.ended(event)
         for leg in desk.legs.of(event.request_id):
             if not leg.uses_transfer:
                 continue

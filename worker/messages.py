@@ -96,6 +96,16 @@ class Welcome(Message):
     transport: str
 
 
+class PrefixSource(Message):
+    """Another instance that is believed to hold KV of the beginning of a prompt."""
+
+    peer: PeerAddress
+    tokens: int = Field(ge=0)
+    """How many prompt tokens it is believed to hold. A wrong belief costs a question and no
+    more.
+    """
+
+
 class Prefill(Message):
     """Run the prompt, stream the first token(s), ship the pages to ``destination``.
 
@@ -115,6 +125,8 @@ class Prefill(Message):
     stop: StopRule
     n: int = 1
     destination: Incarnation | None
+    prefix_source: PrefixSource | None = None
+    """Fetch what it has of the prompt, where that is worth it, before computing the rest."""
     deadline_ms: int
     """Milliseconds from receipt after which the leg ends by itself with ``deadline``."""
 
@@ -253,6 +265,14 @@ class WorkerGauges(Message):
     evicted_pages_total: int
     demoted_pages_total: int
     onboarded_pages_total: int
+    pulls_succeeded_total: int
+    """Prefixes fetched from other instances."""
+    pulls_declined_total: int
+    pulls_failed_total: int
+    pulls_served_total: int
+    """Prefixes that other instances fetched here."""
+    pulled_tokens_total: int
+    """Prompt tokens whose KV was fetched instead of computed."""
 
 
 class StepOutput(Message):

@@ -13,7 +13,7 @@ from worker.context import ContextRole
 from worker.desk import Desk, Ending
 from worker.generation import GenerationRole
 from worker.ports import Slice
-from worker.requests import LegRecord, LegState, Sequence, SequenceState
+from worker.requests import LegRecord, Sequence, SequenceState
 from worker.role import Role
 from worker.scheduler import (
     Admission,
@@ -23,7 +23,7 @@ from worker.scheduler import (
     plan_admission,
     plan_step,
 )
-from worker.survey import LEG_PHASES, Survey
+from worker.survey import LEG_PHASES, RECEIVING, Survey
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -57,7 +57,7 @@ class PageBoard:
         for key in plan.resume:
             self._resume(sequences[key])  # counts as progress once it computes something
         for key in plan.land:
-            moved |= self.generation.land(legs[-key])
+            moved |= self._role(legs[-key]).land(legs[-key])
         for key in plan.admit:
             self._open(sequences[key])
             moved = True
@@ -154,7 +154,7 @@ class PageBoard:
         them.
         """
         waiting = self.desk.leases.outstanding or any(
-            leg.state is LegState.RECEIVING for leg in self.desk.legs
+            leg.state in RECEIVING for leg in self.desk.legs
         )
         if waiting:
             return

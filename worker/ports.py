@@ -18,6 +18,7 @@ import numpy.typing as npt
 from transfer.identity import PeerAddress
 from transfer.lease import TransferLease
 from transfer.messages import HandoffData
+from transfer.prefix import Prefix
 from worker.messages import SamplingParams, StepOutput, TokenLogprob
 
 
@@ -100,6 +101,9 @@ class CacheTotals:
 class CacheManager(Protocol):
     """The pages of this worker."""
 
+    @property
+    def tokens_per_block(self) -> int: ...
+
     def open(
         self, scope: bytes, tokens: npt.NDArray[np.int32], *, max_match: int
     ) -> CacheSequence: ...
@@ -151,6 +155,19 @@ class Transfers(Protocol):
     def hand_off(self, request_id: str, handoff: HandoffData) -> None: ...
 
     def no_decode(self, request_id: str) -> None: ...
+
+    def pull(
+        self,
+        request_id: str,
+        sources: Sequence[PeerAddress],
+        prefix: Prefix,
+        least_blocks: int,
+        deadline_ms: int,
+    ) -> None: ...
+
+    def found(self, request_id: str, end_block: int) -> None: ...
+
+    def decline(self, request_id: str, reason: str) -> None: ...
 
     def cancel(self, request_id: str, reason: str) -> None: ...
 

@@ -125,6 +125,11 @@ class RankManager(CacheManager):
         """A new name for a sequence or a lease."""
         return next(self._names)
 
+    @property
+    @override
+    def tokens_per_block(self) -> int:
+        return self._manager.plan.tokens_per_block
+
     @override
     def open(self, scope: bytes, tokens: npt.NDArray[np.int32], *, max_match: int) -> RankSequence:
         cache = self._manager.open(scope, tokens, max_match=max_match)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer.identity import Incarnation, PeerAddress
-from worker.messages import FinishReason, Leg, SamplingParams, StopRule
+from worker.messages import FinishReason, Leg, PrefixSource, SamplingParams, StopRule
 from worker.ports import CacheSequence
 
 Tokens = npt.NDArray[np.int32]
@@ -64,6 +64,12 @@ class LegState(Enum):
     """Generation: announced, waiting for pages."""
     RECEIVING = "receiving"
     """Generation: pages are being written by the peer."""
+    PULL_WAITING = "pull waiting"
+    """Context: queues for room before it asks another instance for a prefix."""
+    PULLING = "pulling"
+    """Context: asked for the prefix; room is set aside, no page allocated."""
+    PULL_RECEIVING = "pull receiving"
+    """Context: pages of the prefix are being written by the peer."""
     COMPUTING = "computing"
     """Its sequences are in the engine's hands."""
     HANDING_OFF = "handing off"
@@ -72,7 +78,10 @@ class LegState(Enum):
 
 
 LEG_TRANSITIONS: Final[dict[LegState, frozenset[LegState]]] = {
-    LegState.AWAITING_GRANT: frozenset({LegState.COMPUTING, LegState.ENDED}),
+    LegState.AWAITING_GRANT: frozenset({LegState.PULL_WAITING, LegState.COMPUTING, LegState.ENDED}),
+    LegState.PULL_WAITING: frozenset({LegState.PULLING, LegState.COMPUTING, LegState.ENDED}),
+    LegState.PULLING: frozenset({LegState.PULL_RECEIVING, LegState.COMPUTING, LegState.ENDED}),
+    LegState.PULL_RECEIVING: frozenset({LegState.COMPUTING, LegState.ENDED}),
     LegState.AWAITING_ROOM: frozenset({LegState.GRANTED, LegState.ENDED}),
     LegState.GRANTED: frozenset({LegState.LANDING, LegState.ENDED}),
     LegState.LANDING: frozenset({LegState.RECEIVING, LegState.ENDED}),
@@ -133,12 +142,16 @@ class LegRecord:
     state: LegState
     destination: Incarnation | None = None
     source: PeerAddress | None = None
+    prefix_source: PrefixSource | None = None
+    """Context: where to fetch a prefix from before computing."""
+    pull_id: str | None = None
+    """Context: id of the session that fetches it."""
     open_choices: set[int] = field(default_factory=set)
     """Choices that need more tokens of this leg."""
     sequences: dict[int, Sequence] = field(default_factory=dict)
     """By key; only those that are not finished."""
     landing: CacheSequence | None = None
-    """Generation: pages that the peer writes, before they belong to a sequence."""
+    """Pages that a peer writes, before they belong to a sequence or the prefix tree."""
     saving: tuple[int, ...] = ()
     """Slots per pool group that its grant counted on sharing with others."""
     shipped_blocks: int = 0
@@ -165,6 +178,12 @@ class LegRecord:
     def uses_transfer(self) -> bool:
         """Whether pages travel for this leg, so that the agent has a session for it."""
         return self.destination is not None or self.source is not None
+
+    @property
+    def session_ids(self) -> tuple[str, ...]:
+        """Sessions that the agent may have for this leg: of its transfer, and of its pull."""
+        own = (self.request_id,) if self.uses_transfer else ()
+        return own if self.pull_id is None else (*own, self.pull_id)
 
     @property
     def ended(self) -> bool:

@@ -23,6 +23,11 @@ class Role(Protocol):
         about to run.
         """
 
+    def land(self, leg: LegRecord) -> bool:
+        """There is room for what a peer is to write: allocate pages, or ask for it. False, and
+        nothing changed, while pages are short.
+        """
+
     def computed(self, sequence: Sequence, drawn: Values[Drawn]) -> None:
         """KV is final up to ``sequence.computed``; ``drawn`` has one token a choice when the last
         token was reached.

@@ -22,7 +22,10 @@ LEG_PHASES: Final = {
     LegState.AWAITING_ROOM: Phase.GRANTING,
     LegState.GRANTED: Phase.PROMISED,
     LegState.LANDING: Phase.LANDING,
+    LegState.PULL_WAITING: Phase.LANDING,
 }
+RECEIVING: Final = frozenset({LegState.RECEIVING, LegState.PULLING, LegState.PULL_RECEIVING})
+"""States of legs whose room is set aside for what a peer writes."""
 SEQUENCE_PHASES: Final = {
     SequenceState.QUEUED: Phase.QUEUED,
     SequenceState.SUSPENDED: Phase.SUSPENDED,
@@ -60,7 +63,7 @@ class Survey:
             for sequence in self.desk.sequences.values()
             if sequence.state is SequenceState.RUNNING
         ]
-        items += [self._receiving(leg) for leg in self.desk.legs if leg.state is LegState.RECEIVING]
+        items += [self._receiving(leg) for leg in self.desk.legs if leg.state in RECEIVING]
         return items + entrants
 
     def share(self, items: list[Item], key: int) -> list[Item] | None:
@@ -127,9 +130,10 @@ class Survey:
 
     def _receiving(self, leg: LegRecord) -> Item:
         choices = max(1, len(leg.open_choices))
+        capacity = 0 if leg.landing is None else leg.landing.capacity
         demand = _less(
             self._fresh(leg, leg.prompt_tokens, choices),
-            self.desk.demand.peak(leg.prompt_tokens),
+            self.desk.demand.peak(capacity),
         )
         return Item(-leg.arrival, Phase.RECEIVING, (leg.arrival, 0), demand, choices)
 

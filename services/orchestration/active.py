@@ -13,7 +13,7 @@ from services.orchestration.flow_states import StartGenerate, StartPrefill
 from services.orchestration.stream import RequestStream
 from transfer.identity import Incarnation, PeerAddress
 from transfer.wire import pack_ints
-from worker.messages import Generate, Leg, LegEnded, Prefill
+from worker.messages import Generate, Leg, LegEnded, Prefill, PrefixSource
 
 
 @dataclass
@@ -91,7 +91,9 @@ class ActiveRequest:
         """What a leg that starts now may take."""
         return max(1, int((self.deadline_s - now_s) * 1000))
 
-    def prefill_message(self, command: StartPrefill, now_s: float) -> Prefill:
+    def prefill_message(
+        self, command: StartPrefill, prefix_source: PrefixSource | None, now_s: float
+    ) -> Prefill:
         """The message of a context leg."""
         request = self.request
         return Prefill(
@@ -102,6 +104,7 @@ class ActiveRequest:
             stop=request.stop,
             n=request.n,
             destination=command.destination,
+            prefix_source=prefix_source,
             deadline_ms=self.remaining_ms(now_s),
         )
 

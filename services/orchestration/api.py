@@ -87,8 +87,8 @@ class Completed:
 
     prompt_tokens: int
     cached_tokens: int
-    """Prompt tokens whose KV was found in the prefix cache where the prompt was prefilled;
-    transfers do not count.
+    """Prompt tokens whose KV was found in the prefix cache where the prompt was prefilled, or was
+    fetched into it; the transfer to where it is decoded does not count.
     """
     completion_tokens: tuple[int, ...]
     """One a choice, up to the index at which the caller stopped it."""

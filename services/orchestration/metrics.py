@@ -65,6 +65,26 @@ WORKER_TOTALS: Final[dict[str, tuple[str, Callable[[WorkerGauges], int]]]] = {
         "Pages brought back from host memory",
         lambda gauges: gauges.onboarded_pages_total,
     ),
+    "pageferry_prefix_pulls_succeeded": (
+        "Prefixes that context workers fetched from other instances",
+        lambda gauges: gauges.pulls_succeeded_total,
+    ),
+    "pageferry_prefix_pulls_declined": (
+        "Prefixes that the asked instance did not have, or did not serve",
+        lambda gauges: gauges.pulls_declined_total,
+    ),
+    "pageferry_prefix_pulls_failed": (
+        "Prefixes that were computed because fetching them failed",
+        lambda gauges: gauges.pulls_failed_total,
+    ),
+    "pageferry_prefix_pulls_served": (
+        "Prefixes that other instances fetched from this one",
+        lambda gauges: gauges.pulls_served_total,
+    ),
+    "pageferry_pulled_tokens": (
+        "Prompt tokens whose KV was fetched from another instance",
+        lambda gauges: gauges.pulled_tokens_total,
+    ),
 }
 
 WORKER_GAUGES: Final[dict[str, tuple[str, Callable[[WorkerStatus], int]]]] = {

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from kvcache_core.hashing import prefix_keys
 from router.conversation import ConversationRouter, RouterSettings
-from router.placement import NoWorkerError, RouteRequest
+from router.placement import NoWorkerError, Placement, RouteRequest
 from router.prefix_index import KEY_BYTES
 from services.orchestration.active import ActiveRequest
 from services.orchestration.admission import Admission, check_request
@@ -75,7 +75,7 @@ from services.orchestration.stream import RequestStream, StreamControl
 from services.orchestration.worker_link import LinkTimings
 from transfer.identity import Incarnation
 from worker.config import WorkerAddress
-from worker.messages import Cancel, Leg, LegEnded, StepOutput, Stop
+from worker.messages import Cancel, Leg, LegEnded, PrefixSource, StepOutput, Stop
 
 logger = logging.getLogger(__name__)
 
@@ -360,8 +360,17 @@ class Orchestrator(GenerationService, ClusterListener, StreamControl):
         if link is None:
             self._report_unsent(active, command.worker, command.leg_id, "context")
         else:
-            link.send(active.prefill_message(command, self._now_s()))
+            source = self._prefix_source(active.placement)
+            link.send(active.prefill_message(command, source, self._now_s()))
             active.leg_sent(command.leg_id, "context", command.worker, self._now_s())
+
+    def _prefix_source(self, placement: Placement) -> PrefixSource | None:
+        """Where the context worker finds its source; None when that worker went away meanwhile."""
+        holder = placement.prefix_source
+        link = None if holder is None else self._cluster.link(holder.worker)
+        if holder is None or link is None or link.welcome is None:
+            return None
+        return PrefixSource(peer=link.welcome.peer, tokens=holder.tokens)
 
     def _start_generate(self, active: ActiveRequest, command: StartGenerate) -> None:
         link = self._cluster.link(command.worker)

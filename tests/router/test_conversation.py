@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.conversation import SPECIFIC_FAN_OUT, ConversationRouter, RouterSettings
-from router.placement import NoWorkerError, Placement, PlacementReason, RouteRequest
+from router.placement import (
+    NoWorkerError,
+    Placement,
+    PlacementReason,
+    PrefixHolder,
+    RouteRequest,
+)
 from router.rules import LoadRule, RuleSettings
 from router.snapshots import Role, WorkerSnapshot
 from transfer.identity import Incarnation
@@ -363,3 +369,30 @@ def test_the_number_of_followed_conversations_is_logged(
     assert [record.getMessage() for record in caplog.records] == [
         "256 new conversations so far, 0 of them followed a matching prefix"
     ]
+
+
+def test_a_conversation_that_moves_may_fetch_its_prefix() -> None:
+    driver = Driver(cluster(2, 1), LoadRule.LEAST_BACKLOG)
+    blocks = keys("a", 10)
+    first = driver.serve("conversation", 640, blocks)
+    assert first.prefix_source is None
+    again = driver.serve("conversation", 700, keys("a", 10))
+    assert again.context == first.context
+    assert again.prefix_source is None, "its own context worker has it"
+    other = next(
+        w for w in driver.snapshots if w.role == "context" and w.incarnation != first.context
+    )
+    driver.snapshots = [w for w in driver.snapshots if w.incarnation != first.context]
+    moved = driver.place("conversation", 700, keys("a", 10))
+    assert moved.context == other.incarnation
+    assert moved.generation is not None
+    # Of two that hold the prompt, the one that decoded it: it holds the answer, too.
+    assert moved.prefix_source == PrefixHolder(moved.generation, 640)
+    driver.ended(moved)
+
+
+def test_a_short_prefix_is_computed_where_it_is_needed() -> None:
+    driver = Driver(cluster(2, 1), LoadRule.ROUND_ROBIN)
+    for _ in range(4):
+        placement = driver.serve(None, 250, keys("a", 3))
+        assert placement.prefix_source is None

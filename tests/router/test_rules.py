@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.placement import PrefixHolder
 from router.rules import (
     ContextCandidate,
     GenerationCandidate,
@@ -17,6 +18,7 @@ from router.rules import (
     RuleSettings,
     choose_context,
     choose_generation,
+    choose_prefix_source,
 )
 from transfer.identity import Incarnation
 
@@ -124,6 +126,22 @@ def test_generation_choice_ignores_order_and_is_monotone(
         ]
         again = choose_generation(worse, facts, settings, needed, cursor)
         assert again.incarnation != other.incarnation
+
+
+def test_a_prefix_comes_from_whoever_holds_most_and_from_nobody_for_too_little() -> None:
+    a, b, c = (Incarnation(instance=name, nonce="0") for name in "abc")
+    holders = [PrefixHolder(a, 640), PrefixHolder(b, 1024), PrefixHolder(c, 1024)]
+    settings = RuleSettings(pull_tokens=256)
+    for preferred in (b, c):
+        for order in (holders, holders[::-1]):
+            chosen = choose_prefix_source(order, "r", 0, preferred, settings)
+            assert chosen == PrefixHolder(preferred, 1024)
+    # Whoever holds less is not asked, though the conversation was decoded there.
+    chosen = choose_prefix_source(holders[:2], "r", 0, a, settings)
+    assert chosen == PrefixHolder(b, 1024)
+    assert choose_prefix_source(holders, "r", 1024 - 256, None, settings) is not None
+    assert choose_prefix_source(holders, "r", 1024 - 255, None, settings) is None
+    assert choose_prefix_source([], "r", 0, None, settings) is None
 
 
 def test_no_candidates_is_an_error_of_the_caller() -> None:

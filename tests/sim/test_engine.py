@@ -22,7 +22,7 @@ from tests.support.sim_engines import (
     prefill,
     random_prompt,
 )
-from worker.messages import Cancel, Stop
+from worker.messages import Cancel, PrefixSource, Stop
 
 SEEDS = 100
 REQUESTS = 30
@@ -99,11 +99,19 @@ class Life:
                 n=one.n,
                 max_tokens=max_tokens,
                 stop_ids=stop_ids,
+                prefix_source=self.prefix_source(context),
                 deadline_ms=10**7,
             )
             self.world.send(context, message)
         source = None if context is None else context.address
         self.generate(one, generation, source=source)
+
+    def prefix_source(self, context: SimWorker) -> PrefixSource | None:
+        """Some other worker, alive or not, whatever it holds."""
+        others = [one for one in self.contexts + self.generations if one is not context]
+        if not others or self.rng.random() < 0.4:
+            return None
+        return PrefixSource(peer=self.rng.choice(others).address, tokens=LONGEST)
 
     def generate(self, one: Asked, worker: SimWorker, **more: object) -> None:
         message = generate(

@@ -477,4 +477,9 @@ class FakeWorker:
             evicted_pages_total=0,
             demoted_pages_total=0,
             onboarded_pages_total=0,
+            pulls_succeeded_total=0,
+            pulls_declined_total=0,
+            pulls_failed_total=0,
+            pulls_served_total=0,
+            pulled_tokens_total=0,
         )

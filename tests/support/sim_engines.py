@@ -31,6 +31,7 @@ from worker.messages import (
     LegEnded,
     LegStarted,
     Prefill,
+    PrefixSource,
     SamplingParams,
     StepOutput,
     StopRule,
@@ -38,6 +39,7 @@ from worker.messages import (
     WorkerGauges,
 )
 from worker.ports import Output
+from worker.prefixes import PullLimits
 from worker.ranks import RankManager
 from worker.recording import LeaderManager
 from worker.replica import RankReplica
@@ -75,6 +77,7 @@ class WorkerShape:
     replicas: int = 0
     quarantine_limit_blocks: int = 1000
     quarantine_grace_ms: int = 1000
+    most_served_pulls: int = 4
 
 
 @dataclass
@@ -106,6 +109,8 @@ class SimWorker(Output):
         self.incarnation = Incarnation.mint(name)
         self.address = PeerAddress(incarnation=self.incarnation, host="sim", control_port=1)
         self.alive = True
+        self.paused = False
+        """Its engine does not turn; what arrives waits."""
         slots = [shape.slots] * len(plan.pool_groups)
         hosted = [shape.host_slots] * len(plan.pool_groups)
 
@@ -146,6 +151,7 @@ class SimWorker(Output):
                 max_running=shape.max_running,
                 quarantine_limit_blocks=shape.quarantine_limit_blocks,
                 quarantine_grace_ms=shape.quarantine_grace_ms,
+                pulls=PullLimits(least_tokens=BLOCK, most_served=shape.most_served_pulls),
             ),
         )
 
@@ -248,7 +254,7 @@ class SimWorld:
         """
         self.network.run_due()
         progress = False
-        living = [worker for worker in self.workers if worker.alive]
+        living = [worker for worker in self.workers if worker.alive and not worker.paused]
         self.rng.shuffle(living)
         for worker in living:
             had_mail = bool(worker.inbox)
@@ -342,6 +348,7 @@ def prefill(
     n: int = 1,
     stop_ids: tuple[int, ...] = (),
     logprobs: int | None = None,
+    prefix_source: PrefixSource | None = None,
     deadline_ms: int = 60_000,
 ) -> Prefill:
     """A context leg."""
@@ -353,6 +360,7 @@ def prefill(
         stop=StopRule(max_tokens=max_tokens, stop_token_ids=stop_ids),
         n=n,
         destination=destination,
+        prefix_source=prefix_source,
         deadline_ms=deadline_ms,
     )
 

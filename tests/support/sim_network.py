@@ -27,10 +27,12 @@ from transfer.deadlines import TransferLimits
 from transfer.generation_session import GenerationSession
 from transfer.identity import Incarnation, PeerAddress
 from transfer.lease import GroupBlocks, LeasedBlocks, TransferLease, views_of_groups
-from transfer.messages import Grant, HandoffData
+from transfer.messages import Grant, HandoffData, Pull
 from transfer.outcome import PeerFate, PostStatus
 from transfer.page_table import page_table_of
 from transfer.plan import GroupSide, TransferPlan
+from transfer.prefix import Prefix
+from transfer.pull_session import PullSession
 from transfer.rank_info import EngineFacts, ParallelShape, RankInfo
 from transfer.region import Region
 from transfer.session_commands import (
@@ -46,6 +48,8 @@ from transfer.session_events import (
     AnnounceRequested,
     CancelRequested,
     DeadlinePassed,
+    DeclineRequested,
+    FoundRequested,
     GrantRequested,
     HandOffRequested,
     NoDecodeRequested,
@@ -53,11 +57,14 @@ from transfer.session_events import (
     PeerDied,
     PeerLost,
     PostEnded,
+    PullRequested,
     ShipRequested,
 )
+from transfer.source_session import SourceSession
 from worker.ports import Clock, Transfers
 
 Session = ContextSession | GenerationSession
+"""Pulls have sessions of their subclasses."""
 
 
 class VirtualClock(Clock):
@@ -337,6 +344,43 @@ class SimTransfers(Transfers):
             self._locally(end, NoDecodeRequested())
 
     @override
+    def pull(
+        self,
+        request_id: str,
+        sources: Sequence[PeerAddress],
+        prefix: Prefix,
+        least_blocks: int,
+        deadline_ms: int,
+    ) -> None:
+        (source,) = sources
+        peer = self.network.members[source.incarnation]
+        plan = TransferPlan.between(peer.rank_info(), self.rank_info())
+        session = PullSession(
+            request_id=request_id,
+            session=f"s{self.network.name()}",
+            peer=source.incarnation,
+            plan=plan,
+            limits=self.network.limits,
+            tag=self.network.name(),
+        )
+        end = self._enter(session, plan, peer)
+        self.drive(end, PullRequested(prefix, least_blocks, deadline_ms))
+        if not peer.node.alive:
+            self.network.after(self.network.delay(), lambda: self.network.lose(end, "dead"))
+
+    @override
+    def found(self, request_id: str, end_block: int) -> None:
+        end = self._of(request_id)
+        if end is not None:
+            self._locally(end, FoundRequested(end_block))
+
+    @override
+    def decline(self, request_id: str, reason: str) -> None:
+        end = self._of(request_id)
+        if end is not None:
+            self._locally(end, DeclineRequested(reason))
+
+    @override
     def cancel(self, request_id: str, reason: str) -> None:
         end = self._of(request_id)
         if end is not None:
@@ -351,19 +395,20 @@ class SimTransfers(Transfers):
         if end.session.closed:
             self.ends.pop(end.session.session, None)
 
-    def received_grant(self, grant: Grant, peer: SimTransfers) -> None:
-        """A generation worker's first word of a session."""
+    def opened(self, opening: Grant | Pull, peer: SimTransfers) -> None:
+        """Another worker's first word of a session."""
         plan = TransferPlan.between(self.rank_info(), peer.rank_info())
-        session = ContextSession(
-            request_id=grant.request_id,
-            session=grant.session,
+        kind = ContextSession if isinstance(opening, Grant) else SourceSession
+        session = kind(
+            request_id=opening.request_id,
+            session=opening.session,
             peer=peer.node.incarnation,
             plan=plan,
             limits=self.network.limits,
             costs=TransferCosts(),
         )
         end = self._enter(session, plan, peer)
-        self.drive(end, grant)
+        self.drive(end, opening)
 
     def _locally(self, end: _End, event: object) -> None:
         """As the engine's calls are: carried out a little later, in order, in the IO thread."""
@@ -410,8 +455,8 @@ class SimTransfers(Transfers):
         """A control message arrives."""
         if not self.node.alive or not sender.node.alive:
             return
-        if isinstance(message, Grant):
-            self.received_grant(message, sender)
+        if isinstance(message, Grant | Pull):
+            self.opened(message, sender)
             return
         end = self._known.get(session)
         if end is not None and not end.session.closed:

@@ -33,6 +33,9 @@ from transfer.messages import (
     Introduction,
     NoDecode,
     PeerRefused,
+    PrefixFound,
+    Pull,
+    PullDeclined,
     Received,
     ReceiveReady,
     SenderFailed,
@@ -63,6 +66,17 @@ MESSAGES: tuple[ControlMessage, ...] = (
     PeerRefused(reasons=("model: ours is a, the peer's is b",)),
     Heartbeat(),
     Grant(request_id="r", session="s", prompt_tokens=100, deadline_ms=1000, receivers=2),
+    Pull(
+        request_id="r/pull",
+        session="s",
+        scope=b"\x07" * 32,
+        tokens=pack_ints([5, 6]),
+        least_blocks=2,
+        deadline_ms=1000,
+        receivers=2,
+    ),
+    PrefixFound(session="s", end_block=3),
+    PullDeclined(session="s", reason="not here"),
     Announce(session="s"),
     ReceiveReady(
         session="s",
@@ -108,7 +122,7 @@ def test_round_trip(message: ControlMessage) -> None:
 
 def test_every_kind_has_a_golden_message() -> None:
     kinds = {message.kind for message in MESSAGES}
-    assert len(kinds) == len(MESSAGES) == 15
+    assert len(kinds) == len(MESSAGES) == 18
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)

@@ -14,7 +14,7 @@ from transfer.grants_in import GrantsIn
 from transfer.identity import Incarnation
 from transfer.inprocess import Network
 from transfer.leased_pages import LeasedPages
-from transfer.messages import CancelSession, Grant, SenderFailed, SessionMessage
+from transfer.messages import CancelSession, Grant, Pull, SenderFailed, SessionMessage
 from transfer.outcome import Outcome
 from transfer.pending import EndedSessions, PendingCancels
 from transfer.plan import TransferPlan
@@ -91,8 +91,8 @@ class Desk(PairOwner):
         self.book.heard(session, event, cause)
 
     @override
-    def granted(self, pair: Pair, grant: Grant) -> None:
-        self.grants.take(pair, grant)
+    def opened(self, pair: Pair, opening: Grant | Pull) -> None:
+        self.grants.take(pair, opening)
 
     @override
     def session_closed(self, pair: Pair, session: Session) -> None:

@@ -22,6 +22,7 @@ from transfer.agent_events import (
     LeaseEnded,
     LeaseInDoubt,
     NoDecodeReceived,
+    PrefixFoundReceived,
     SessionEnded,
 )
 from transfer.outcome import Outcome
@@ -114,6 +115,38 @@ def test_the_announcement_is_told_once_when_all_have_announced() -> None:
     request = opened("a", "b")
     assert request.heard("a", AnnounceReceived("r")) == ()
     assert reports(request.heard("b", AnnounceReceived("r"))) == [AnnounceReceived("r")]
+
+
+def test_a_prefix_is_found_once_when_all_ranks_of_the_source_have_the_same() -> None:
+    request = opened("a", "b")
+    assert request.heard("a", PrefixFoundReceived("r", 4)) == ()
+    found = PrefixFoundReceived("r", 4)
+    assert reports(request.heard("b", found)) == [found]
+
+
+@pytest.mark.parametrize("found_first", [False, True])
+@pytest.mark.parametrize("other", [PrefixFoundReceived("r", 3), ended(Outcome.SUCCEEDED)])
+def test_ranks_of_a_source_that_differ_fail_the_pull_at_once(
+    other: AgentEvent, *, found_first: bool
+) -> None:
+    request = opened("a", "b")
+    words = [("a", PrefixFoundReceived("r", 4)), ("b", other)]
+    first, second = words if found_first else reversed(words)
+    assert request.heard(*first) == ()
+    commands = request.heard(*second)
+    assert not reports(commands)
+    assert request.ending is not None
+    assert request.ending[0] is Outcome.FAILED
+    left = {session for session, event in told(commands) if isinstance(event, FailureReported)}
+    assert left == ({"a"} if isinstance(other, SessionEnded) else {"a", "b"})
+
+
+def test_a_pull_that_all_ranks_decline_succeeds_without_pages() -> None:
+    request = opened("a", "b", leading="a")
+    declined = ended(Outcome.SUCCEEDED, "declined: not here")
+    assert request.heard("b", declined) == ()
+    assert reports(request.heard("a", declined)) == [declined]
+    assert request.state is S.OVER
 
 
 def test_a_chunk_is_in_when_it_is_in_from_every_session_that_has_pages() -> None:

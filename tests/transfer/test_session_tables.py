@@ -11,30 +11,48 @@ from tests.transfer.sessions import context, generation
 from transfer.context_session import CONTEXT_IMPOSSIBLE, CONTEXT_TRANSITIONS
 from transfer.generation_session import GENERATION_IMPOSSIBLE, GENERATION_TRANSITIONS
 from transfer.messages import Announce, Grant
+from transfer.pull_session import PULL_IMPOSSIBLE, PULL_TRANSITIONS
 from transfer.session import SessionState, Transitions
 from transfer.session_events import (
     AnnounceRequested,
     CancelRequested,
     ContextEvent,
     GenerationEvent,
+    PullerEvent,
+    SourceEvent,
 )
+from transfer.source_session import SOURCE_IMPOSSIBLE, SOURCE_TRANSITIONS
 from transfer.story import STORY_ENTRIES, InvalidTransition
 
 S = SessionState
 TABLES = [
     pytest.param(
-        set(S) - {S.RECEIVING, S.COMPLETING},
+        set(S) - {S.ASKED, S.RECEIVING, S.COMPLETING},
         ContextEvent,
         CONTEXT_TRANSITIONS,
         CONTEXT_IMPOSSIBLE,
         id="context",
     ),
     pytest.param(
-        set(S) - {S.COMPUTED, S.SHIPPING, S.HANDED_OFF},
+        set(S) - {S.ASKED, S.COMPUTED, S.SHIPPING, S.HANDED_OFF},
         GenerationEvent,
         GENERATION_TRANSITIONS,
         GENERATION_IMPOSSIBLE,
         id="generation",
+    ),
+    pytest.param(
+        set(S) - {S.GRANTED, S.RECEIVING, S.COMPLETING},
+        SourceEvent,
+        SOURCE_TRANSITIONS,
+        SOURCE_IMPOSSIBLE,
+        id="source",
+    ),
+    pytest.param(
+        set(S) - {S.GRANTED, S.COMPUTED, S.SHIPPING, S.HANDED_OFF},
+        PullerEvent,
+        PULL_TRANSITIONS,
+        PULL_IMPOSSIBLE,
+        id="puller",
     ),
 ]
 

@@ -31,6 +31,11 @@ def make_gauges(total: int) -> WorkerGauges:
         evicted_pages_total=0,
         demoted_pages_total=0,
         onboarded_pages_total=0,
+        pulls_succeeded_total=0,
+        pulls_declined_total=0,
+        pulls_failed_total=0,
+        pulls_served_total=0,
+        pulled_tokens_total=0,
     )
 
 

@@ -7,9 +7,16 @@ import asyncio
 import pytest
 
 from services.orchestration.api import TokenDelta
-from tests.services.orchestration.rig import Collected, make_request, oracle, pair, rig
+from tests.services.orchestration.rig import (
+    Collected,
+    make_request,
+    oracle,
+    pair,
+    rig,
+    until,
+)
 from tests.support.fake_tokens import fake_token
-from tests.support.fake_worker import FakeScript
+from tests.support.fake_worker import FakeScript, FakeWorker
 from worker.messages import Generate, Prefill
 
 
@@ -77,3 +84,22 @@ async def test_one_of_several_choices_ends_with_its_first_token() -> None:
         expected = oracle(probe)
         assert result.tokens == [expected[0], expected[1][:1], expected[2]]
         assert result.finished == {0: "length", 1: "stop", 2: "length"}
+
+
+async def test_a_context_worker_is_told_who_holds_a_prefix_that_it_lacks() -> None:
+    workers = pair()
+    workers.append(FakeWorker("context-1", "context", transfers=workers[0].transfers))
+    async with rig(workers) as cluster:
+        await cluster.run(make_request(length=400))
+        (first,) = cluster.received(Prefill)
+        assert first.prefix_source is None
+        served = next(worker for worker in workers if first in worker.received)
+        cluster.workers.remove(served)
+        cluster.publish()
+        await until(lambda: cluster.state(served.incarnation.instance) == "gone")
+        await cluster.run(make_request(length=500))
+        (second,) = cluster.received(Prefill)
+        generation = workers[1].incarnation
+        assert second.prefix_source is not None
+        assert second.prefix_source.peer.incarnation == generation
+        assert second.prefix_source.tokens == 384
