@@ -36,10 +36,12 @@ from transfer.session_events import PostEnded
 REPLAY: Final = "python -m tests.sim.transfer_cell_runs"
 REQUEST: Final = "r"
 VARIANTS: Final = 3
-"""The fault comes right before the cancellation, right after it, and a little later; where it
-cannot come before, right after it. Each on another terrain.
+"""The fault comes right before the cancellation, right after it (a death when pages have moved),
+and a little later; where it cannot come before, right after it. Each on another terrain.
 """
 LATER_MS: Final = 10
+MOVED_MS: Final = 30
+"""When pages have moved that nobody was told of."""
 LOOK_MS: Final = 5
 SHORT_MS, LONG_MS = 100, 1_500
 """Less than sessions wait for their peer, and more."""
@@ -234,8 +236,15 @@ class CellRun:
 
     def _after(self) -> None:
         if not self.before and self.fault is not Fault.DUPLICATE:
-            wait_ms = LATER_MS if self.variant == 2 and self.fault is not Fault.LATE else 0
-            self.world.clock.after(wait_ms, self._strike)
+            self.world.clock.after(self._wait_ms(), self._strike)
+
+    def _wait_ms(self) -> int:
+        """From the cancellation until the fault."""
+        if self.fault is Fault.LATE:
+            return 0
+        if self.variant == 1 and self.fault in DIES:
+            return MOVED_MS
+        return LATER_MS if self.variant == 2 else 0
 
     def _strike(self) -> None:
         world = self.world
