@@ -345,7 +345,7 @@ class SimBook(RequestBook):
     started: Counter[str]
 
     @override
-    def open(self, side: Side, core: RequestTransfer, prompt_tokens: int) -> RunningRequest:
+    def open(self, side: Side, core: RequestTransfer, prompt_tokens: int | None) -> RunningRequest:
         self.started[core.request_id] += 1
         return super().open(side, core, prompt_tokens)
 
