@@ -23,6 +23,7 @@ from transfer.messages import Grant, Pull, SessionMessage
 from transfer.outcome import PeerFate, PostStatus
 from transfer.pair_posts import PairPosts, Schedule
 from transfer.plan import TransferPlan
+from transfer.post_order import PostOrder
 from transfer.rank_info import RankInfo
 from transfer.region import Post
 from transfer.session import Session
@@ -113,6 +114,7 @@ class Pair:
             schedule=Schedule(self._loop.time, self._loop.call_soon),
             over=self._post_ended,
         )
+        self._order = PostOrder()
         self._link: ControlLink | None = None
         self._endpoint: Endpoint | None = None
         self._sessions: dict[str, Session] = {}
@@ -266,12 +268,15 @@ class Pair:
             self.drive(session, PostEnded(post_id, status))
 
     def _carry_out(self, session: Session, event: object, commands: tuple[Command, ...]) -> None:
+        if isinstance(event, PostEnded):
+            self._order.ended(session.session, event.post, self._now_ms())
         for command in commands:
             match command:
                 case SendControl():
                     if self._link is not None:
                         self._link.send(command.message)
                 case PostSends() | PostReceives():
+                    self._order.made(session.session, command.posts)
                     self._posts.add(session, command)
                 case Report():
                     self._owner.reported(session, command.event, event)
@@ -322,7 +327,7 @@ class Pair:
 
     def _pass_deadline(self, session: Session) -> None:
         self._timers.pop(session.session, None)
-        self.drive(session, DeadlinePassed())
+        self.drive(session, DeadlinePassed(self._order.ahead_ms(session.session)))
 
     def _forget(self, session: Session) -> None:
         if self._sessions.pop(session.session, None) is None:

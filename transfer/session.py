@@ -221,8 +221,11 @@ class Session(ABC):
             self._armed_ms = due
             self._commands.append(ArmDeadline(due))
 
-    def _on_deadline(self, _event: DeadlinePassed) -> None:
+    def _on_deadline(self, event: DeadlinePassed) -> None:
         self._armed_ms = None
+        if self._ledger.open_posts:
+            # While those ahead of them end, our posts are not stuck.
+            self._progress_ms = max(self._progress_ms, event.ahead_ms)
         due = self._due_ms()
         if due is None or self._now_ms < due:
             return

@@ -130,6 +130,9 @@ class PeerDied:
 class DeadlinePassed:
     """The time of the last ``ArmDeadline`` has come."""
 
+    ahead_ms: int = 0
+    """When a post of the pair that was made before the session's own open ones last ended."""
+
 
 ContextEvent = (
     ToContext

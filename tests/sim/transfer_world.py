@@ -1,481 +1,384 @@
-"""Ranks with real sessions, fake pages with owners, and engines that do as a script says.
-
-The shell here is what an agent is: it routes messages by session id, carries out commands in order
-and knows nothing of the protocol.
+"""Context and generation processes, the links between them, what may befall them, and what must
+hold when everything has come to rest.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
-from tests.sim.transfer_memory import SimEndpoint, SimMemory
+from tests.sim.transfer_agent import LIMITS, Handled, SimAgent, SimPair, Watch
+from tests.sim.transfer_engine import Script, SimEngine
+from tests.sim.transfer_memory import SimStaging, StampedMemory
 from tests.sim.transfer_network import Clock, Link, Weather
-from tests.sim.transfer_pages import (
-    PLAN,
-    WHOLE,
-    WINDOW_BLOCKS,
-    FakeLease,
-    Pages,
-    Sequence,
-    Terrain,
-)
-from tests.sim.transfer_ranks import Rank, Script
-from transfer.agent_counters import TransferCounters
-from transfer.agent_events import (
-    AgentEvent,
-    AnnounceReceived,
-    GrantReceived,
-    HandoffReceived,
-    LeaseEnded,
-    LeaseInDoubt,
-    SessionEnded,
-)
-from transfer.context_session import ContextSession
-from transfer.deadlines import TransferLimits
-from transfer.generation_session import GenerationSession
+from tests.sim.transfer_process import CONTEXT, GENERATION, Process
+from tests.sim.transfer_terrain import Terrain
+from transfer.agent_events import SessionEnded
 from transfer.identity import Incarnation
-from transfer.messages import ChoiceHandoff, Grant, HandoffData, SessionMessage
-from transfer.outcome import Outcome, PeerFate, PostStatus
-from transfer.pair_posts import PairPosts, Schedule
-from transfer.region import Post
-from transfer.session import Session, SessionState
-from transfer.session_commands import (
-    ArmDeadline,
-    Command,
-    DropPeer,
-    PostReceives,
-    PostSends,
-    Report,
-    SendControl,
-)
-from transfer.session_events import (
-    AnnounceRequested,
-    CancelRequested,
-    DeadlinePassed,
-    FailureReported,
-    GrantRequested,
-    HandOffRequested,
-    NoDecodeRequested,
-    PagesReady,
-    PeerDied,
-    PeerLost,
-    PostEnded,
-    ShipRequested,
-)
-from transfer.transport import Completion
+from transfer.messages import SessionMessage
+from transfer.outcome import Outcome
+from transfer.session import SessionState
+from transfer.session_events import PeerLost
 
-CONTEXT, GENERATION = 0, 1
-LIMITS = TransferLimits(floor_ms=600, least_bytes_per_ms=10, drain_ms=400)
+DIAL_MS = (20, 50)
+SILENCE_MS = 500
+"""A peer without a heartbeat for as long is given up."""
+STRIKES = ("kill", "cut", "hold", "pause")
+
+
+@dataclass(frozen=True, eq=False)
+class Rank:
+    """One process and what runs in it."""
+
+    process: Process
+    memory: StampedMemory
+    agent: SimAgent
+    engine: SimEngine
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One request between two ranks."""
+
+    request_id: str
+    script: Script
+    context: Rank
+    generation: Rank
+    started_ms: int
 
 
 class World:
-    """Runs requests between context and generation ranks. ``watch`` sees every handled event."""
+    """``ranks`` instances of either role. ``watches`` see every handled event."""
 
     def __init__(
         self,
         seed: int,
+        terrain: Terrain,
         weather: Weather,
         *,
-        ranks: int = 2,
+        ranks: int = 1,
         slots: int = 24,
-        terrain: Terrain = WHOLE,
+        deaths_are_known: bool = True,
+        hears_ms: tuple[int, int] = (0, 0),
     ) -> None:
+        """``hears_ms`` is how long an event takes from the transfer to the engine."""
         self.rng = random.Random(seed)
         self.clock = Clock()
-        self.weather = weather
         self.terrain = terrain
-        self.deaths_are_known = True
-        self.watch: list[Callable[[Rank, Session], None]] = []
-        self.scripts: dict[str, Script] = {}
-        self.started_ms: dict[str, int] = {}
-        self.handoffs: Counter[str] = Counter()
-        self.drops: list[str] = []
-        self.contexts, self.generations = (
-            tuple(
-                Rank(
-                    side,
-                    Incarnation(instance=f"{letter}{number}", nonce="0"),
-                    Pages(slots, terrain.stride),
-                )
-                for number in range(ranks)
-            )
-            for side, letter in ((CONTEXT, "c"), (GENERATION, "g"))
-        )
-        self._current: dict[tuple[str, str], Link] = {}
+        self.weather = weather
+        self.deaths_are_known = deaths_are_known
+        self.watches: list[Watch] = []
+        self.requests: list[Request] = []
+        self.links: list[Link] = []
+        self.faults: Counter[str] = Counter()
+        """What was done to it, and what a watch counts."""
+        self._slots = slots
+        self._hears_ms = hears_ms
+        self._scripts: dict[str, Script] = {}
+        self._story: list[tuple[int, str, Handled | None, str]] = []
+        self._nonces = 0
+        self.buried: list[Rank] = []
+        """Dead processes that others have taken the place of."""
+        self.contexts = [self._rank(CONTEXT, f"c{n}") for n in range(ranks)]
+        self.generations = [self._rank(GENERATION, f"g{n}") for n in range(ranks)]
 
     @property
-    def ranks(self) -> tuple[Rank, ...]:
-        return (*self.contexts, *self.generations)
+    def ranks(self) -> list[Rank]:
+        """Processes that may be alive."""
+        return [*self.contexts, *self.generations]
+
+    def tell(self, text: str) -> None:
+        """A line of the story."""
+        self._story.append((self.clock.now_ms, text, None, ""))
+
+    def story(self, last: int = 400) -> str:
+        """What has happened, oldest first."""
+        lines = []
+        for now_ms, text, handled, after in self._story[-last:]:
+            if handled is not None:
+                session, event = handled.session, handled.event
+                text = (
+                    f"{handled.process.name} {session.session}: {handled.before.name} "
+                    f"{type(event).__name__} -> {after}"
+                )
+            lines.append(f"{now_ms:6} ms  {text}")
+        return "\n".join(lines)
 
     # What goes wrong.
 
     def kill(self, rank: Rank) -> None:
         """The process is gone; its peers notice, and sooner or later are told, or are not."""
-        if not rank.alive:
+        process = rank.process
+        if not process.alive:
             return
-        rank.alive = False
-        for link in self._links_of(rank):
-            self._after(60, partial(link.close, 1 - rank.side, "connection reset"))
+        self.tell(f"{process.name} dies")
+        self.faults["kill"] += 1
+        process.alive = False
+        for pair in rank.agent.pairs:
+            wait_ms = self.rng.randint(*self.weather.notice_ms)
+            self.clock.after(
+                wait_ms, partial(pair.link.close, 1 - process.side, "connection reset")
+            )
         if self.deaths_are_known:
-            for peer in self.ranks:
-                if peer.side != rank.side:
-                    self._after(800, partial(self._tell_death, peer, rank))
+            self.tell_death(rank)
 
-    def _tell_death(self, peer: Rank, dead: Rank) -> None:
-        if not peer.alive:
+    def tell_death(self, dead: Rank) -> None:
+        """Whoever started the process tells the others of its death."""
+        for peer in self.ranks:
+            wait_ms = self.rng.randint(*self.weather.death_told_ms)
+            incarnation = dead.process.incarnation
+            self.clock.after(
+                wait_ms,
+                partial(peer.process.run, partial(peer.agent.peer_known_dead, incarnation)),
+            )
+
+    def restart(self, rank: Rank) -> None:
+        """A new process takes the place of a dead one."""
+        if rank.process.alive or rank in self.buried:
             return
-        for session in tuple(peer.sessions.values()):
-            if session.peer == dead.incarnation:
-                peer.links[session.session].close(peer.side, "peer died")
-        for link, posts in tuple(peer.posts.items()):
-            if dead in link.ranks:
-                posts.when_still(partial(self._end_doubts, peer, link))
+        side = rank.process.side
+        place = self.contexts if side == CONTEXT else self.generations
+        fresh = self._rank(side, rank.process.incarnation.instance)
+        self.tell(f"{fresh.process.name} starts")
+        self.faults["restart"] += 1
+        self.buried.append(rank)
+        place[place.index(rank)] = fresh
 
-    def _end_doubts(self, rank: Rank, link: Link) -> None:
-        rank.posts[link].peer_dead()
-        for session in tuple(rank.sessions.values()):
-            if rank.links[session.session] is link:
-                self._handle(rank, session, PeerDied())
+    def cut(self, rank: Rank) -> None:
+        """Every open connection of the rank breaks."""
+        self.tell(f"connections of {rank.process.name} break")
+        for pair in rank.agent.pairs:
+            if pair.open and not pair.link.is_cut:
+                self.faults["cut"] += 1
+                pair.link.cut()
 
-    def drop_links(self, rank: Rank) -> None:
-        """Every connection of the rank breaks; each end notices on its own."""
-        for link in self._links_of(rank):
-            for side in (CONTEXT, GENERATION):
-                self._after(60, partial(link.close, side, "network"))
+    def hold(self, rank: Rank, hold_ms: int) -> None:
+        """Whatever is under way from or to the rank is late."""
+        self.tell(f"connections of {rank.process.name} are held up for {hold_ms} ms")
+        for pair in rank.agent.pairs:
+            if pair.open:
+                self.faults["hold"] += 1
+                pair.link.hold(hold_ms)
 
     def pause(self, rank: Rank, pause_ms: int) -> None:
-        """The process stands still; peers give up after 500 ms without a heartbeat."""
-        rank.paused_until_ms = self.clock.now_ms + pause_ms
-        if pause_ms > 500:
-            for link in self._links_of(rank):
-                self.clock.after(500, partial(link.close, 1 - rank.side, "silent"))
+        """The process stands still; peers give up without a heartbeat."""
+        self.silence(rank, pause_ms)
+        if pause_ms > SILENCE_MS:
+            for pair in rank.agent.pairs:
+                self.clock.after(
+                    SILENCE_MS, partial(pair.link.close, 1 - rank.process.side, "silent")
+                )
 
-    def _links_of(self, rank: Rank) -> list[Link]:
-        return [link for pair, link in self._current.items() if rank.name in pair]
+    def silence(self, rank: Rank, pause_ms: int) -> None:
+        """The process stands still, and no heartbeat tells."""
+        self.tell(f"{rank.process.name} stands still for {pause_ms} ms")
+        self.faults["pause"] += 1
+        rank.process.pause(pause_ms)
 
-    # Requests and engines.
+    # Requests.
 
     def start(self, request_id: str, script: Script, context: Rank, generation: Rank) -> None:
         """The generation engine grants."""
-        self.scripts[request_id] = script
-        self.started_ms[request_id] = self.clock.now_ms
+        if not generation.process.alive:
+            return
+        self.tell(f"{request_id}: {context.process.name} to {generation.process.name}")
+        self._scripts[request_id] = script
+        request = Request(request_id, script, context, generation, self.clock.now_ms)
+        self.requests.append(request)
         for side, at_ms, deed in script.deeds:
             rank = (context, generation)[side]
             self.clock.after(at_ms, partial(self.act, rank, request_id, deed))
-        if not (context.alive and generation.alive):
-            return
-        session = GenerationSession(
-            request_id=request_id,
-            session=f"s-{request_id}",
-            peer=context.incarnation,
-            plan=self.terrain.plan,
-            limits=LIMITS,
-            tag=self.rng.getrandbits(64),
-        )
-        self._add(generation, session, self._link(context, generation))
-        self._handle(generation, session, GrantRequested(100, script.deadline_ms))
+        generation.process.run(partial(self._dial, request))
 
     def act(self, rank: Rank, request_id: str, deed: str) -> None:
         """Cancel or fail a request at one rank, whether it is known there or not."""
-        if not rank.alive:
-            return
-        session = rank.session(request_id)
-        if session is not None:
-            event = CancelRequested(deed) if deed == "cancel" else FailureReported(deed)
-            self._handle(rank, session, event)
-        elif deed == "cancel" and request_id not in rank.session_of:
-            rank.cancels.remember(request_id, deed)
+        verb = rank.agent.cancel if deed == "cancel" else rank.agent.fail
+        if rank.process.alive:
+            self.tell(f"{rank.process.name}: {deed} {request_id}")
+            rank.process.run(partial(verb, request_id, deed))
 
-    def _engine(self, rank: Rank, event: AgentEvent) -> None:
-        match event:
-            case GrantReceived(request_id=request_id):
-                self._later(rank, 10, lambda: self._prefill(rank, request_id))
-            case AnnounceReceived(request_id=request_id):
-                self._later(rank, 5, lambda: self._allocate(rank, request_id))
-            case HandoffReceived(request_id=request_id):
-                self.handoffs[request_id] += 1
-                self._check_content(rank, request_id)
-            case LeaseEnded(lease=lease):
-                lease.release()
-            case LeaseInDoubt(lease=lease):
-                lease.quarantine()
-            case SessionEnded(request_id=request_id):
-                assert request_id not in rank.outcomes, "a session ended twice"
-                rank.outcomes[request_id] = event
-                rank.ended_ms[request_id] = self.clock.now_ms
-                self._later(rank, 60, lambda: self._close(rank, request_id))
-            case _:
-                pass
+    def _dial(self, request: Request) -> None:
+        request.generation.engine.expect(request.request_id)
+        if request.generation.agent.dial(request.request_id):
+            self._grant(request)
 
-    def _close(self, rank: Rank, request_id: str) -> None:
-        sequence = rank.sequences.get(request_id)
-        if sequence is not None:
-            sequence.close()
-
-    def _prefill(self, rank: Rank, request_id: str) -> None:
-        script = self.scripts[request_id]
-        if request_id in rank.outcomes:
+    def _grant(self, request: Request) -> None:
+        """Over the connection there is, or a new one, as soon as the last one is through."""
+        agent, request_id = request.generation.agent, request.request_id
+        if request_id not in agent.dialling:
             return
-        sequence = Sequence.allocate(rank.pages, request_id, script.prompt_blocks, (0, 0))
-        if sequence is None:
-            self._later(rank, 40, lambda: self._prefill(rank, request_id))
+        left_ms = request.started_ms + request.script.deadline_ms - self.clock.now_ms
+        if left_ms <= 0:
+            agent.no_connection(request_id)
             return
-        rank.sequences[request_id] = sequence
-        self._tell(rank, request_id, AnnounceRequested())
-        self._later(rank, script.chunk_ms, lambda: self._chunk(rank, request_id, 0))
-
-    def _chunk(self, rank: Rank, request_id: str, start: int) -> None:
-        script, sequence = self.scripts[request_id], rank.sequences[request_id]
-        if request_id in rank.outcomes:
-            return
-        end = min(start + script.chunk_blocks, script.prompt_blocks)
-        for group, table in enumerate(sequence.tables):
-            for pool in range(len(PLAN.groups[group].sender.slot_bytes)):
-                for block in range(start, end):
-                    place = (group, pool, int(table[block]))
-                    rank.pages.content[place] = (request_id, block, group, pool)
-        lease = sequence.lease(start, end)
-        if not self._tell(rank, request_id, ShipRequested(start, end, lease.blocks())):
-            lease.release()
-            return
-        if end < script.prompt_blocks:
-            self._later(rank, script.chunk_ms, lambda: self._chunk(rank, request_id, end))
-        elif script.no_decode:
-            self._tell(rank, request_id, NoDecodeRequested())
+        pair = self._pair(request.context, request.generation)
+        if pair is None:
+            wait_ms = min(left_ms, self.rng.randint(*DIAL_MS))
+            again = partial(request.generation.process.run, partial(self._grant, request))
+            self.clock.after(wait_ms, again)
         else:
-            data = HandoffData(choices=(ChoiceHandoff(token=7),), cached_tokens=0)
-            self._tell(rank, request_id, HandOffRequested(data))
+            agent.grant(request_id, pair, len(request.script.prompt), left_ms)
 
-    def _first_blocks(self, request_id: str) -> tuple[int, int]:
-        script = self.scripts[request_id]
-        return script.cached_blocks, max(script.cached_blocks, script.prompt_blocks - WINDOW_BLOCKS)
+    def _pair(self, context: Rank, generation: Rank) -> SimPair | None:
+        """The generation's end of an open link to the context, if one can be had."""
+        peer = context.process.incarnation
+        mine = [pair for pair in generation.agent.pairs if pair.incarnation == peer]
+        if mine and mine[-1].open:
+            return mine[-1]
+        if not context.process.alive or context.process.paused:
+            return None
+        own = generation.process.incarnation
+        theirs = [pair for pair in context.agent.pairs if pair.incarnation == own]
+        if not all(pair.quiet for pair in (*mine, *theirs)):
+            return None
+        # Each end has shown itself anew: it is through with the earlier link.
+        for pair in (*mine, *theirs):
+            pair.peer_dead()
+        return self._connect(context, generation)
 
-    def _allocate(self, rank: Rank, request_id: str) -> None:
-        if request_id in rank.outcomes:
-            return
-        script, firsts = self.scripts[request_id], self._first_blocks(request_id)
-        sequence = Sequence.allocate(rank.pages, request_id, script.prompt_blocks, firsts)
-        if sequence is None:
-            self._later(rank, 40, lambda: self._allocate(rank, request_id))
-            return
-        rank.sequences[request_id] = sequence
-        lease = sequence.lease(script.cached_blocks, script.prompt_blocks)
-        event = PagesReady(script.prompt_blocks, lease.blocks(firsts))
-        if not self._tell(rank, request_id, event):
-            lease.release()
-
-    def _check_content(self, rank: Rank, request_id: str) -> None:
-        sequence = rank.sequences[request_id]
-        for group, first in enumerate(self._first_blocks(request_id)):
-            for pool in range(len(PLAN.groups[group].receiver.slot_bytes)):
-                for block in range(first, self.scripts[request_id].prompt_blocks):
-                    slot = int(sequence.tables[group][block])
-                    found = rank.pages.content.get((group, pool, slot))
-                    assert found == (request_id, block, group, pool), f"wrong page: {found}"
-
-    # The shell.
-
-    def _tell(self, rank: Rank, request_id: str, event: object) -> bool:
-        session = rank.session(request_id)
-        if session is None:
-            return False
-        self._handle(rank, session, event)
-        return True
-
-    def _add(self, rank: Rank, session: Session, link: Link) -> None:
-        rank.sessions[session.session] = session
-        rank.session_of[session.request_id] = session.session
-        rank.links[session.session] = link
-
-    def _receive(self, rank: Rank, peer: Rank, link: Link, message: SessionMessage) -> None:
-        session = rank.sessions.get(message.session)
-        if session is None:
-            if not isinstance(message, Grant) or message.session in rank.ended:
-                return
-            session = ContextSession(
-                request_id=message.request_id,
-                session=message.session,
-                peer=peer.incarnation,
-                plan=self.terrain.plan,
-                limits=LIMITS,
-                costs=self.terrain.costs,
-            )
-            self._add(rank, session, link)
-        self._handle(rank, session, message)
-        if isinstance(message, Grant):
-            reason = rank.cancels.take(message.request_id)
-            if reason is not None:
-                self._tell(rank, message.request_id, CancelRequested(reason))
-
-    def _handle(self, rank: Rank, session: Session, event: object) -> None:
-        commands = session.handle(event, self.clock.now_ms)
-        for command in commands:
-            self._perform(rank, session, command)
-        if session.closed and rank.sessions.pop(session.session, None) is not None:
-            rank.ended.add(session.session)
-        for look in self.watch:
-            look(rank, session)
-
-    def _perform(self, rank: Rank, session: Session, command: Command) -> None:
-        link = rank.links[session.session]
-        match command:
-            case SendControl(message=message):
-                link.send(rank.side, message)
-            case PostSends() | PostReceives():
-                rank.posts[link].add(session, command)
-            case Report(event=event):
-                self._engine(rank, event)
-            case ArmDeadline(at_ms=at_ms):
-                rank.armed[session.session] = at_ms
-                self.clock.after(
-                    at_ms - self.clock.now_ms, lambda: self._ring(rank, session, at_ms)
-                )
-            case DropPeer(reason=reason):
-                self.drops.append(reason)
-                self.clock.after(0, lambda: link.close(rank.side, reason))
-
-    def _ring(self, rank: Rank, session: Session, at_ms: int) -> None:
-        if not rank.alive or rank.armed[session.session] != at_ms:
-            return
-        if rank.paused_until_ms > self.clock.now_ms:
-            wait_ms = rank.paused_until_ms - self.clock.now_ms
-            self.clock.after(wait_ms, lambda: self._ring(rank, session, at_ms))
-        elif session.session in rank.sessions:
-            self._handle(rank, session, DeadlinePassed())
-
-    def _post_over(self, rank: Rank, session: Session, post: Post, end: Completion) -> None:
-        if session.session in rank.sessions:
-            self._handle(rank, session, PostEnded(post.id, end.status))
-
-    def _lost(self, rank: Rank, peer: Rank, link: Link, reason: str) -> None:
-        rank.posts[link].when_still(partial(self._tell_loss, rank, peer, link, reason))
-
-    def _tell_loss(self, rank: Rank, peer: Rank, link: Link, reason: str) -> None:
-        known = not peer.alive and self.deaths_are_known and self.rng.random() < 0.5
-        for session in tuple(rank.sessions.values()):
-            if rank.links[session.session] is link:
-                fate = PeerFate.DEAD if known else PeerFate.UNKNOWN
-                self._handle(rank, session, PeerLost(reason, fate))
-        if known:
-            rank.posts[link].peer_dead()
-        for session, post in rank.posts[link].withdraw():
-            self._post_over(rank, session, post, Completion(PostStatus.REVOKED, reason))
-
-    def _link(self, context: Rank, generation: Rank) -> Link:
-        pair = (context.name, generation.name)
-        link = self._current.get(pair)
-        if link is not None and all(link.open):
-            return link
+    def _connect(self, context: Rank, generation: Rank) -> SimPair:
+        ends = (context, generation)
         link = Link(
             clock=self.clock,
             rng=self.rng,
             weather=self.weather,
-            alive=(lambda: context.alive, lambda: generation.alive),
-            ranks=(context, generation),
-            deliver=[],
-            closed=[],
+            alive=(lambda: context.process.alive, lambda: generation.process.alive),
         )
-        for rank, peer in ((context, generation), (generation, context)):
-            link.deliver.append(self._deliverer(rank, peer, link))
-            link.closed.append(self._closer(rank, peer, link))
-            rank.posts[link] = self._posts(rank, link)
-        self._current[pair] = link
-        return link
+        self.links.append(link)
+        for rank, other in (ends, ends[::-1]):
+            pair = SimPair(rank.agent, link, other.process.incarnation, self.terrain.plan)
+            rank.agent.pairs.append(pair)
+            link.deliver.append(partial(self._deliver, pair))
+            link.closed.append(partial(self._link_closed, pair))
+        return generation.agent.pairs[-1]
 
-    def _posts(self, rank: Rank, link: Link) -> PairPosts:
-        def soon(action: Callable[[], None]) -> None:
-            self.clock.after(0, partial(self._run, rank, action))
+    def _deliver(self, pair: SimPair, message: SessionMessage) -> None:
+        pair.process.run(partial(pair.received, message))
 
-        posts = PairPosts(
-            plan=self.terrain.plan,
-            memory=SimMemory(rank.pages, partial(self._pass, rank)),
-            counters=TransferCounters(),
-            schedule=Schedule(lambda: self.clock.now_ms / 1000, soon),
-            over=partial(self._post_over, rank),
+    def _link_closed(self, pair: SimPair, reason: str) -> None:
+        pair.process.run(partial(pair.link_closed, reason))
+
+    def _rank(self, side: int, name: str) -> Rank:
+        self._nonces += 1
+        incarnation = Incarnation(instance=name, nonce=str(self._nonces))
+        process = Process(side, incarnation, self.clock, self.rng)
+        layout = self.terrain.layouts[side]
+        plan = self.terrain.plan
+        in_turn = partial(process.in_turn, (0, self.terrain.pass_ms))
+        staging = SimStaging(plan.message_bytes, in_turn) if plan.stages else None
+        memory = StampedMemory(layout, staging)
+        agent = SimAgent(
+            process,
+            memory,
+            self.terrain.views[side],
+            self.terrain.costs,
+            self.watches,
+            self._handled,
         )
-        posts.bind(SimEndpoint(link, rank.side, partial(self._run, rank)))
-        return posts
+        slots = (self._slots,) * len(layout.pool_groups)
+        engine = SimEngine(
+            process, layout, slots, memory, agent, self._scripts.__getitem__, self._hears_ms
+        )
+        return Rank(process, memory, agent, engine)
 
-    def _pass(self, rank: Rank, touch: Callable[[], None]) -> None:
-        if self.terrain.pass_ms:
-            self._later(rank, self.terrain.pass_ms, touch)
-        else:
-            touch()
+    def _handled(self, handled: Handled) -> None:
+        after = f"{handled.session.state.name}, {handled.session.outcome.name}"
+        self._story.append((self.clock.now_ms, "", handled, after))
+        if isinstance(handled.event, PeerLost):
+            self.faults["lost"] += 1
 
-    def _deliverer(self, rank: Rank, peer: Rank, link: Link) -> Callable[[SessionMessage], None]:
-        def deliver(message: SessionMessage) -> None:
-            self._run(
-                rank,
-                lambda: self._receive(rank, peer, link, message) if link.open[rank.side] else None,
-            )
+    # What must hold at rest.
 
-        return deliver
-
-    def _closer(self, rank: Rank, peer: Rank, link: Link) -> Callable[[str], None]:
-        return lambda reason: self._run(rank, lambda: self._lost(rank, peer, link, reason))
-
-    def _run(self, rank: Rank, action: Callable[[], object]) -> None:
-        """Run in the process of ``rank``: now, when it goes on, or never."""
-        if not rank.alive:
-            return
-        if rank.paused_until_ms > self.clock.now_ms:
-            wait_ms = rank.paused_until_ms - self.clock.now_ms
-            self.clock.after(wait_ms, lambda: self._run(rank, action))
-        else:
-            action()
-
-    def _after(self, most_ms: int, action: Callable[[], None]) -> None:
-        self.clock.after(self.rng.randint(0, most_ms), action)
-
-    def _later(self, rank: Rank, most_ms: int, action: Callable[[], None]) -> None:
-        self._after(most_ms, lambda: self._run(rank, action))
-
-    # What must hold when everything has come to rest.
-
-    def check(self) -> None:
-        """Every session ended once, every page is free or in justified doubt."""
+    def finish(self) -> None:
+        """Come to rest and check; then end what is in doubt by proof, and check again."""
+        self.clock.run()
+        self._check_rest()
+        for dead in [*self.buried, *(rank for rank in self.ranks if not rank.process.alive)]:
+            self.tell_death(dead)
+        self.clock.run()
+        while doubted := self._doubted():
+            # Somebody has to prove it: one of two processes that doubt each other is ended.
+            self.tell(f"{doubted.process.name} is ended")
+            doubted.process.alive = False
+            self.tell_death(doubted)
+            self.clock.run()
+        self._check_rest()
         for rank in self.ranks:
-            if not rank.alive:
+            if rank.process.alive:
+                rank.engine.check_home()
+                for pair in rank.agent.pairs:
+                    assert not pair.sessions, f"{rank.process.name} keeps a session"
+                    assert pair.posts.settled or pair.open, "a staging buffer was never let go"
+
+    @property
+    def _is_calm(self) -> bool:
+        """Whether nothing happens that takes as long as sessions wait."""
+        move_ms = self.weather.move_ms[1] + self.weather.finish_ms[1]
+        return self.faults.keys().isdisjoint(STRIKES) and move_ms < LIMITS.drain_ms
+
+    def _doubted(self) -> Rank | None:
+        """A process that another is in doubt of."""
+        for rank in self.ranks:
+            for pair in rank.agent.pairs if rank.process.alive else ():
+                if pair.sessions or not (pair.posts.settled or pair.open):
+                    found = [
+                        one for one in self.ranks if one.process.incarnation == pair.incarnation
+                    ]
+                    return next(one for one in found if one.process.alive)
+        return None
+
+    def _check_rest(self) -> None:
+        for rank in self.ranks:
+            if not rank.process.alive:
                 continue
-            for request_id, session_id in rank.session_of.items():
-                assert request_id in rank.outcomes, f"{rank.name} {request_id} never ended"
-                deadline_ms = self.started_ms[request_id] + self.scripts[request_id].deadline_ms
-                assert rank.paused_until_ms or (
-                    rank.ended_ms[request_id] <= deadline_ms + max(self.weather.delay_ms)
-                ), f"{rank.name} {request_id} ended after its deadline"
-                session = rank.sessions.get(session_id)
-                if session is not None:
-                    self._check_doubt(session)
-            for posts in rank.posts.values():
-                assert posts.quiet.is_set(), f"{rank.name} waits for a request"
-            for sequence in rank.pages.owners():
-                doubted = [lease for lease in sequence.leases if not lease.over]
-                assert doubted, f"{rank.name} keeps pages that nobody needs"
-                assert all(lease.doubted for lease in doubted), f"{rank.name} leaks a lease"
-        for request_id in self.scripts:
-            self._check_agreement(request_id)
+            agent = rank.agent
+            for request_id, started in agent.started.items():
+                ends = self.ends(rank, request_id)
+                assert len(ends) == started, f"{rank.process.name} {request_id} never ended"
+            assert not agent.dialling
+            for pair in agent.pairs:
+                assert not pair.armed, f"{rank.process.name} has something armed"
+                assert pair.posts.quiet.is_set(), f"{rank.process.name} waits for a request"
+                for session in pair.sessions.values():
+                    assert session.state is SessionState.DOUBT, session.story
+                    assert pair.incarnation not in agent.dead, "doubt of a process known dead"
+            rank.engine.check_doubt()
+            assert not (self._is_calm and agent.drops), f"dropped for nothing: {agent.drops}"
+        for request in self.requests:
+            self._check_agreement(request)
+            self._check_deadline(request)
 
-    def _check_doubt(self, session: Session) -> None:
-        assert session.state is SessionState.DOUBT, session.story
-        peer = next(rank for rank in self.ranks if rank.incarnation == session.peer)
-        assert peer.alive or not self.deaths_are_known, "doubt although the peer is known dead"
+    def _check_agreement(self, request: Request) -> None:
+        """What the sender believes received was received; it is decoded once at most."""
+        context, generation = request.context, request.generation
+        request_id = request.request_id
+        heard = generation.engine.heard.get(request_id)
+        received = [end for end in self.ends(generation, request_id) if _is_received(end)]
+        if heard is not None and generation.process.alive:
+            assert heard.handoffs == len(received), "handed off and ended differ"
+        believed = [end for end in self.ends(context, request_id) if _is_received(end)]
+        others = [
+            other for other in self.requests if other.request_id == request_id and other != request
+        ]
+        if generation.process.alive and not others:
+            assert len(believed) <= len(received), "the sender thinks it was received, it was not"
 
-    def _check_agreement(self, request_id: str) -> None:
-        received = {
-            rank.side
-            for rank in self.ranks
-            if (end := rank.outcomes.get(request_id))
-            and end.outcome is Outcome.SUCCEEDED
-            and end.reason == "received"
-        }
-        assert self.handoffs[request_id] == (1 if GENERATION in received else 0) or any(
-            not rank.alive for rank in self.generations
-        )
-        if CONTEXT in received and all(rank.alive for rank in self.generations):
-            assert GENERATION in received, "the sender thinks it was received, it was not"
+    def _check_deadline(self, request: Request) -> None:
+        generation = request.generation
+        heard = generation.engine.heard.get(request.request_id)
+        if heard is None or generation.process.was_paused:
+            return
+        if len(heard.ended_ms) == 1:
+            deadline_ms = request.started_ms + request.script.deadline_ms
+            assert heard.ended_ms[0] <= deadline_ms, f"{request.request_id} ended late"
+
+    def ends(self, rank: Rank, request_id: str) -> list[SessionEnded]:
+        """How the sessions of a request ended at a rank."""
+        heard = rank.engine.heard.get(request_id)
+        return heard.ends if heard is not None else []
 
 
-__all__ = ["FakeLease", "Rank", "Script", "World"]
+def _is_received(end: SessionEnded) -> bool:
+    return end.outcome is Outcome.SUCCEEDED and end.reason == "received"

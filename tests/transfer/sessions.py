@@ -6,14 +6,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from tests.sim.transfer_pages import PLAN, FakeLease, Pages, Sequence
+from tests.transfer.small_plans import PLAN, FakeLease
 from transfer.agent_events import AgentEvent
 from transfer.context_session import ContextSession
 from transfer.costs import TransferCosts
 from transfer.deadlines import TransferLimits
 from transfer.generation_session import GenerationSession
 from transfer.identity import Incarnation
-from transfer.lease import GroupBlocks, LeasedBlocks
+from transfer.lease import LeasedBlocks
 from transfer.messages import (
     Announce,
     ChoiceHandoff,
@@ -52,10 +52,9 @@ CommandT = TypeVar("CommandT")
 
 def lease_of(slots: tuple[list[int], list[int]], first_block: int = 0) -> LeasedBlocks:
     """A lease with these slots in the two layer groups of the plan."""
-    sequence = Sequence(Pages(1), [np.array(group, dtype=np.int32) for group in slots])
-    lease = FakeLease(sequence, first_block, first_block + len(slots[0]))
-    sequence.leases.append(lease)
-    return LeasedBlocks(lease, tuple(GroupBlocks(first_block, table) for table in sequence.tables))
+    tables = tuple(np.array([-1] * first_block + group, dtype=np.int32) for group in slots)
+    lease = FakeLease(tables, first_block, first_block + len(slots[0]))
+    return lease.blocks((first_block, first_block))
 
 
 def generation(plan: TransferPlan = PLAN) -> GenerationSession:
@@ -102,11 +101,8 @@ LAST_CHUNK = ChunkSent(
 
 def pages_ready() -> PagesReady:
     """Pages as READY tells them."""
-    sequence = Sequence(
-        Pages(1),
-        [np.array([-1, 5, 6, 9], dtype=np.int32), np.array([-1, -1, -1, 3], dtype=np.int32)],
-    )
-    lease = sequence.lease(1, 4)
+    tables = [-1, 5, 6, 9], [-1, -1, -1, 3]
+    lease = FakeLease(tuple(np.array(table, dtype=np.int32) for table in tables), 1, 4)
     return PagesReady(4, lease.blocks((1, 2)))
 
 

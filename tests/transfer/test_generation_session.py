@@ -282,6 +282,15 @@ def test_the_deadline_of_bytes_under_way_moves_with_progress() -> None:
     assert commands == (ArmDeadline(300 + 100 + 12),)
 
 
+def test_posts_that_wait_behind_others_are_not_stuck_while_those_end() -> None:
+    session = generation_at(S.RECEIVING)
+    assert session.handle(DeadlinePassed(ahead_ms=110), 116) == (ArmDeadline(110 + 100 + 16),)
+    session.handle(CancelRequested("x"), 120)
+    assert session.handle(DeadlinePassed(ahead_ms=180), 186) == (ArmDeadline(180 + 50 + 16),)
+    commands = session.handle(DeadlinePassed(ahead_ms=180), 246)
+    assert len(of_type(commands, DropPeer)) == 1
+
+
 def test_without_bytes_under_way_only_the_request_deadline_counts() -> None:
     session = generation_at(S.RECEIVING)
     end_posts(session, [0, 1])

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from typing_extensions import override
 
-from tests.sim.transfer_pages import MIXED_PLAN
 from tests.transfer.agent_rig import ArrayMemory
 from tests.transfer.page_values import Bytes
 from tests.transfer.sessions import context_at, generation_at
+from tests.transfer.small_plans import MIXED_PLAN
 from transfer.agent_counters import TransferCounters
 from transfer.copy_plan import CopyPlan, Slots
 from transfer.host_copies import HostCopies

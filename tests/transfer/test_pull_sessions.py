@@ -7,7 +7,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.sim.transfer_pages import PLAN
 from tests.transfer.sessions import (
     CHUNK,
     COSTS,
@@ -24,6 +23,7 @@ from tests.transfer.sessions import (
     sent,
     ship,
 )
+from tests.transfer.small_plans import PLAN
 from transfer.agent_events import (
     ChunkReceived,
     HandoffReceived,

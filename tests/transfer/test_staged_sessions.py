@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sim.transfer_pages import DEAR_MESSAGES, MIXED_PLAN, PLAN, STAGING_PLAN
 from tests.transfer.sessions import (
     DATA,
     GRANT,
@@ -20,6 +19,7 @@ from tests.transfer.sessions import (
     sent,
     ship,
 )
+from tests.transfer.small_plans import DEAR_MESSAGES, MIXED_PLAN, PLAN, STAGING_PLAN
 from transfer.agent_events import LeaseEnded, SessionEnded
 from transfer.context_session import ContextSession
 from transfer.costs import TransferCosts
