@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.transfer.agent_rig import WAIT_S, lease
+from tests.transfer.context_process import ContextFacts
 from tests.transfer.ucx_contexts import complete, context_process, generation, start_request
 from transfer.agent_events import (
     AnnounceReceived,
@@ -29,7 +30,10 @@ LARGE = (8 << 20, 1 << 20)
 
 async def test_requests_one_after_another_and_together() -> None:
     blocks = 16
-    async with context_process(SMALL, blocks) as context, generation(SMALL, 64 * blocks) as node:
+    async with (
+        context_process(ContextFacts(SMALL, blocks)) as context,
+        generation(SMALL, 64 * blocks) as node,
+    ):
         await node.agent.warm(context.address)
         assert set(node.agent.lanes.values()) == {"shm"}
         order = np.random.default_rng(0).permutation(64 * blocks).tolist()
@@ -54,7 +58,10 @@ async def test_requests_one_after_another_and_together() -> None:
 
 async def test_large_pages_run_fast_enough_to_be_useful() -> None:
     blocks = 16
-    async with context_process(LARGE, blocks) as context, generation(LARGE, blocks) as node:
+    async with (
+        context_process(ContextFacts(LARGE, blocks)) as context,
+        generation(LARGE, blocks) as node,
+    ):
         slots = list(range(blocks))
         for number in range(3):
             await start_request(node, context, f"r{number}", slots)
@@ -67,7 +74,10 @@ async def test_large_pages_run_fast_enough_to_be_useful() -> None:
 async def test_the_peer_is_killed(moment: str) -> None:
     blocks = 16
     slots = list(range(blocks))
-    async with context_process(LARGE, blocks) as context, generation(LARGE, blocks) as node:
+    async with (
+        context_process(ContextFacts(LARGE, blocks)) as context,
+        generation(LARGE, blocks) as node,
+    ):
         if moment == "idle":
             node.agent.grant("r", context.address, 10, 20_000)
             await node.engine.expect(AnnounceReceived, "r")
@@ -86,14 +96,17 @@ async def test_the_peer_is_killed(moment: str) -> None:
         node.agent.peer_known_dead(context.address.incarnation)
         for array in node.memory.pools.values():
             array[:] = 0
-        async with context_process(LARGE, blocks) as again:
+        async with context_process(ContextFacts(LARGE, blocks)) as again:
             await start_request(node, again, "next", slots)
             await complete(node, "next", slots)
 
 
 async def test_a_stopped_peer_is_noticed_and_may_return() -> None:
     blocks = 16
-    async with context_process(SMALL, blocks) as context, generation(SMALL, 2 * blocks) as node:
+    async with (
+        context_process(ContextFacts(SMALL, blocks)) as context,
+        generation(SMALL, 2 * blocks) as node,
+    ):
         first, second = list(range(blocks)), list(range(blocks, 2 * blocks))
         await start_request(node, context, "before", first)
         await complete(node, "before", first)
@@ -118,7 +131,10 @@ async def test_a_stopped_peer_is_noticed_and_may_return() -> None:
 async def test_cancelled_in_mid_transfer_is_clean_and_quick() -> None:
     blocks = 16
     slots = list(range(blocks))
-    async with context_process(LARGE, blocks) as context, generation(LARGE, blocks) as node:
+    async with (
+        context_process(ContextFacts(LARGE, blocks)) as context,
+        generation(LARGE, blocks) as node,
+    ):
         for number in range(5):
             name = f"r{number}"
             await start_request(node, context, name, slots)
@@ -139,7 +155,7 @@ async def test_a_storm_of_cancellations_leaves_no_byte_and_no_page_behind() -> N
     slot_bytes = (128 << 10, 32 << 10)
     random = np.random.default_rng(7)
     async with (
-        context_process(slot_bytes, blocks) as context,
+        context_process(ContextFacts(slot_bytes, blocks)) as context,
         generation(slot_bytes, together * blocks) as node,
     ):
 
@@ -176,7 +192,7 @@ async def test_a_storm_of_cancellations_leaves_no_byte_and_no_page_behind() -> N
 
 async def test_a_stranger_reaches_no_page() -> None:
     """A dialler that finds a data listener but has no opening gets no endpoint."""
-    async with context_process(SMALL, 16) as context, generation(SMALL, 16) as node:
+    async with context_process(ContextFacts(SMALL, 16)) as context, generation(SMALL, 16) as node:
         await node.agent.warm(context.address)
         stranger = UcxTransport("127.0.0.1")
         await stranger.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 import time
@@ -14,7 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.support.forked import WAIT_S, Forked, forked
 from tests.transfer.ucx_peer import OPENING
+from tests.transfer.ucx_peer import main as peer_main
 from transfer.outcome import PostStatus
 from transfer.transport import (
     Completion,
@@ -28,55 +29,20 @@ from transfer.ucx.endpoint import UcxEndpoint
 from transfer.ucx.transport import UcxTransport
 
 pytestmark = pytest.mark.ucx
-WAIT_S = 20.0
 MIB = 1 << 20
 
 
-class PeerProcess:
-    """A running ``tests.transfer.ucx_peer``."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-        self.pid = process.pid
-
-    def order(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line.encode() + b"\n")
-
-    async def line(self) -> str:
-        assert self._process.stdout is not None
-        return (await asyncio.wait_for(self._process.stdout.readline(), WAIT_S)).decode().strip()
-
-    async def exit_code(self) -> int:
-        return await asyncio.wait_for(self._process.wait(), WAIT_S)
-
-    def signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
-
-
 @asynccontextmanager
-async def peer_process(**environment: str) -> AsyncIterator[tuple[PeerProcess, TransportAddress]]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "tests.transfer.ucx_peer",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, **environment},
-    )
-    peer = PeerProcess(process)
-    try:
+async def peer_process(**environment: str) -> AsyncIterator[tuple[Forked, TransportAddress]]:
+    """A running :class:`tests.transfer.ucx_peer.Peer`."""
+    async with forked(peer_main, environment=environment) as peer:
         word, port = (await peer.line()).split()
         assert word == "port"
         yield peer, TransportAddress("127.0.0.1", int(port))
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
 
 
 @asynccontextmanager
-async def connected() -> AsyncIterator[tuple[PeerProcess, UcxTransport, Endpoint]]:
+async def connected() -> AsyncIterator[tuple[Forked, UcxTransport, Endpoint]]:
     transport = UcxTransport("127.0.0.1")
     await transport.start()
     try:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.transfer.agent_rig import Node
+from tests.transfer.context_process import ContextFacts
 from tests.transfer.ucx_contexts import (
     Context,
     complete,
@@ -44,7 +45,9 @@ async def one(node: Node, context: Context, name: str, slots: list[int]) -> None
 async def test_fragmented_slots_arrive_whole(message_us: float) -> None:
     slots = scattered(BLOCKS)
     async with (
-        context_process(SMALL, BLOCKS, stride=7, message_us=message_us, chunk_blocks=24) as context,
+        context_process(
+            ContextFacts(SMALL, BLOCKS, stride=7, message_us=message_us, chunk_blocks=24)
+        ) as context,
         generation(SMALL, BLOCKS) as node,
     ):
         took_ms = 0.0
@@ -66,7 +69,7 @@ async def test_fragmented_slots_arrive_whole(message_us: float) -> None:
 async def test_other_page_sizes_are_laid_out_anew(there: int, here: int) -> None:
     slots = scattered(BLOCKS)
     async with (
-        context_process(SMALL, BLOCKS, stride=7, tokens_per_page=there) as context,
+        context_process(ContextFacts(SMALL, BLOCKS, stride=7, tokens_per_page=there)) as context,
         generation(SMALL, BLOCKS, tokens_per_page=here) as node,
     ):
         await one(node, context, "r", slots)
@@ -77,7 +80,7 @@ async def test_sessions_share_the_buffers_of_a_pair() -> None:
     together, blocks = 8, 16
     order = scattered(together * blocks)
     async with (
-        context_process(LARGE, blocks, stride=7, tokens_per_page=4) as context,
+        context_process(ContextFacts(LARGE, blocks, stride=7, tokens_per_page=4)) as context,
         generation(LARGE, together * blocks) as node,
     ):
         parts = [order[blocks * n : blocks * (n + 1)] for n in range(together)]
@@ -91,7 +94,9 @@ async def test_the_sender_is_killed_with_staged_receives_under_way() -> None:
     async with generation(LARGE, blocks) as node:
         for number in range(3):
             name = f"killed {number}"
-            async with context_process(LARGE, blocks, stride=7, tokens_per_page=4) as context:
+            async with context_process(
+                ContextFacts(LARGE, blocks, stride=7, tokens_per_page=4)
+            ) as context:
                 pages = await start_request(node, context, name, slots)
                 await node.engine.expect(ChunkReceived, name)
                 context.signal(signal.SIGKILL)
@@ -106,5 +111,7 @@ async def test_the_sender_is_killed_with_staged_receives_under_way() -> None:
                 await asyncio.sleep(0.2)
                 assert not any(array.any() for array in node.memory.pools.values())
         assert node.agent.counters.leases_in_doubt == 0
-        async with context_process(LARGE, blocks, stride=7, tokens_per_page=4) as again:
+        async with context_process(
+            ContextFacts(LARGE, blocks, stride=7, tokens_per_page=4)
+        ) as again:
             await one(node, again, "next", slots)
