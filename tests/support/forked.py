@@ -22,6 +22,7 @@ PRELOADED = (
     # A child runs the file that started its parent, which is pytest's.
     "pytest",
     "tests.transfer.context_process",
+    "tests.transfer.generation_process",
     "tests.transfer.ucx_peer",
     "tests.support.loaded_ucx",
 )

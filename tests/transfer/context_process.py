@@ -108,15 +108,17 @@ class RankState:
     leases_out: int
     leases_in_doubt: int
     staging_bytes_in_doubt: int
+    wrong_pages: int = 0
 
     @classmethod
-    def of(cls, agent: TransferAgent, leases_out: int) -> Self:
+    def of(cls, agent: TransferAgent, leases_out: int, wrong_pages: int = 0) -> Self:
         counters = agent.counters
         return cls(
             counters.sessions_in_flight,
             leases_out,
             counters.leases_in_doubt,
             counters.staging_bytes_in_doubt,
+            wrong_pages,
         )
 
 
@@ -128,7 +130,7 @@ class ContextRank:
     """Ships as soon as it is granted."""
 
     def __init__(self, facts: ContextFacts, say: Callable[[str], None]) -> None:
-        """``say`` is told the end of every session."""
+        """``say`` is told the end of every session, one line each."""
         self._facts = facts
         self._say = say
         self.leases_out = 0
@@ -163,15 +165,20 @@ class ContextRank:
                 self.leases_out -= 1
                 event.lease.release()
             case SessionEnded():
-                self._say(f"{event.request_id} {event.outcome.value} {event.reason}")
+                self._say(f"ended {event.request_id} {event.outcome.value} {event.reason}")
             case _:
                 pass
 
     def serve(self, request_id: str) -> None:
+        """What a grant leads to."""
+        self.agent.announce(request_id)
+        self.ship(request_id)
+
+    def ship(self, request_id: str) -> None:
+        """All of it."""
         first = first_content(request_id)
         slots = self._facts.slots()
         slots = slots[first:] + slots[:first]
-        self.agent.announce(request_id)
         for start in range(0, len(slots), self._facts.chunk_blocks):
             part = slots[start : start + self._facts.chunk_blocks]
             self.leases_out += 1

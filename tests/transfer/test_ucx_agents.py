@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 
 import numpy as np
 import pytest
 
-from tests.transfer.agent_rig import WAIT_S, lease
+from tests.transfer.agent_rig import lease
 from tests.transfer.context_process import ContextFacts
 from tests.transfer.ucx_contexts import complete, context_process, generation, start_request
 from transfer.agent_events import (
@@ -18,10 +17,7 @@ from transfer.agent_events import (
     LeaseEnded,
     SessionEnded,
 )
-from transfer.auth import mint_nonce
 from transfer.outcome import Outcome
-from transfer.transport import TransportError
-from transfer.ucx.transport import UcxTransport
 
 pytestmark = pytest.mark.ucx
 SMALL = (4096, 1024)
@@ -68,64 +64,6 @@ async def test_large_pages_run_fast_enough_to_be_useful() -> None:
             await complete(node, f"r{number}", slots)
         print(f"144 MiB a request, runs of 4 blocks: {node.agent.counters.gb_per_s:.2f} GB/s")
         assert node.agent.counters.gb_per_s > 0.1
-
-
-@pytest.mark.parametrize("moment", ["idle", "in mid-transfer"])
-async def test_the_peer_is_killed(moment: str) -> None:
-    blocks = 16
-    slots = list(range(blocks))
-    async with (
-        context_process(ContextFacts(LARGE, blocks)) as context,
-        generation(LARGE, blocks) as node,
-    ):
-        if moment == "idle":
-            node.agent.grant("r", context.address, 10, 20_000)
-            await node.engine.expect(AnnounceReceived, "r")
-        else:
-            await start_request(node, context, "r", slots)
-            await node.engine.expect(ChunkReceived, "r")
-        context.signal(signal.SIGKILL)
-        killed = time.perf_counter()
-        end = await node.engine.expect(SessionEnded, "r")
-        noticed_ms = (time.perf_counter() - killed) * 1e3
-        print(f"killed {moment}: noticed after {noticed_ms:.0f} ms: {end.reason}")
-        assert end.outcome is Outcome.FAILED
-        assert noticed_ms < 5_000
-        if moment != "idle":
-            await node.engine.expect(LeaseEnded, "r")
-        node.agent.peer_known_dead(context.address.incarnation)
-        for array in node.memory.pools.values():
-            array[:] = 0
-        async with context_process(ContextFacts(LARGE, blocks)) as again:
-            await start_request(node, again, "next", slots)
-            await complete(node, "next", slots)
-
-
-async def test_a_stopped_peer_is_noticed_and_may_return() -> None:
-    blocks = 16
-    async with (
-        context_process(ContextFacts(SMALL, blocks)) as context,
-        generation(SMALL, 2 * blocks) as node,
-    ):
-        first, second = list(range(blocks)), list(range(blocks, 2 * blocks))
-        await start_request(node, context, "before", first)
-        await complete(node, "before", first)
-        node.agent.grant("r", context.address, 10, 20_000)
-        await node.engine.expect(AnnounceReceived, "r")
-        context.signal(signal.SIGSTOP)
-        stopped = time.perf_counter()
-        node.agent.ready("r", 0, blocks, lease(0, second))
-        end = await node.engine.expect(SessionEnded, "r")
-        print(f"stop noticed after {(time.perf_counter() - stopped) * 1e3:.0f} ms: {end.reason}")
-        assert "no word from the peer" in end.reason
-        await node.engine.expect(LeaseEnded, "r")
-        for array in node.memory.pools.values():
-            array[second] = 0
-        context.signal(signal.SIGCONT)
-        await start_request(node, context, "after", first)
-        await complete(node, "after", first)
-        for array in node.memory.pools.values():
-            assert not array[second].any()
 
 
 async def test_cancelled_in_mid_transfer_is_clean_and_quick() -> None:
@@ -188,20 +126,3 @@ async def test_a_storm_of_cancellations_leaves_no_byte_and_no_page_behind() -> N
         assert node.agent.counters.sessions_in_flight == 0
         assert node.agent.counters.leases_in_doubt == 0
         assert await context.finish() == 0
-
-
-async def test_a_stranger_reaches_no_page() -> None:
-    """A dialler that finds a data listener but has no opening gets no endpoint."""
-    async with context_process(ContextFacts(SMALL, 16)) as context, generation(SMALL, 16) as node:
-        await node.agent.warm(context.address)
-        stranger = UcxTransport("127.0.0.1")
-        await stranger.start()
-        expectation = await node.transport.expect(mint_nonce())
-        with pytest.raises(TransportError):
-            await stranger.connect(expectation.address, mint_nonce(), timeout_s=WAIT_S)
-        assert not expectation.endpoint.done()
-        expectation.close()
-        await stranger.close()
-        slots = list(range(16))
-        await start_request(node, context, "r", slots)
-        await complete(node, "r", slots)

@@ -15,7 +15,7 @@ import pytest
 from tests.transfer.agent_rig import Node
 from tests.transfer.context_process import ContextFacts
 from tests.transfer.ucx_contexts import (
-    Context,
+    RankProcess,
     complete,
     context_process,
     generation,
@@ -36,7 +36,7 @@ def scattered(blocks: int) -> list[int]:
     return [int(slot) for slot in np.random.default_rng(2).permutation(blocks)]
 
 
-async def one(node: Node, context: Context, name: str, slots: list[int]) -> None:
+async def one(node: Node, context: RankProcess, name: str, slots: list[int]) -> None:
     await start_request(node, context, name, slots)
     await complete(node, name, slots)
 

@@ -45,8 +45,8 @@ from transfer.ucx.transport import UcxTransport
 
 
 @dataclass
-class Context:
-    """The other process."""
+class RankProcess:
+    """A rank in a process of its own."""
 
     process: Forked
     address: PeerAddress
@@ -61,7 +61,7 @@ class Context:
         """What it says of itself; whatever it has said before is passed over."""
         self.process.order("state")
         while not (line := await self.process.line()).startswith("{"):
-            assert line, "the context process has ended"
+            assert line, "the process has ended"
         return RankState(**json.loads(line))
 
     async def home(self) -> RankState:
@@ -77,10 +77,10 @@ class Context:
 
 
 @asynccontextmanager
-async def context_process(facts: ContextFacts) -> AsyncIterator[Context]:
+async def context_process(facts: ContextFacts) -> AsyncIterator[RankProcess]:
     """A context rank in a process of its own."""
     async with forked(context_main, facts.text()) as process:
-        yield Context(process, PeerAddress.model_validate_json(await process.line()))
+        yield RankProcess(process, PeerAddress.model_validate_json(await process.line()))
 
 
 @asynccontextmanager
@@ -105,7 +105,7 @@ async def generation(
 
 
 async def start_request(
-    node: Node, context: Context, request_id: str, slots: list[int], deadline_ms: int = 20_000
+    node: Node, context: RankProcess, request_id: str, slots: list[int], deadline_ms: int = 20_000
 ) -> Lease:
     """Up to the pages."""
     node.agent.grant(request_id, context.address, 10, deadline_ms)
