@@ -42,8 +42,10 @@ from transfer.transport import (
 
 logger = logging.getLogger(__name__)
 
-MAX_HANDSHAKES: Final = 64
-"""Accepted connections that have not introduced themselves; more are closed at once."""
+MAX_UNPROVED: Final = 64
+"""Accepted connections that have not proved the cluster token; for a newer one the oldest is
+closed, so that those that say nothing hold up nobody.
+"""
 
 
 class PeerConnector:
@@ -68,7 +70,8 @@ class PeerConnector:
         self._lost: list[Pair] = []
         self._dials: dict[Incarnation, asyncio.Task[Pair]] = {}
         self._dead: set[Incarnation] = set()
-        self._handshakes = 0
+        self._unproved: dict[asyncio.Task[Any], None] = {}
+        """Oldest first."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting: set[asyncio.Task[Any]] = set()
         self._server: asyncio.Server | None = None
@@ -79,15 +82,21 @@ class PeerConnector:
         return tuple(pair for pair in tuple(self._pairs.values()) if pair.open)
 
     async def start(self) -> PeerAddress:
-        """Start the transport and listen for control connections."""
+        """Start the transport and listen for control connections.
+
+        Raises TransportError, and OSError where nobody can listen; nothing is left running then.
+        """
+        host, port = self._config.host, self._config.control_port
         await self._transport.start()
-        self._server = await asyncio.start_server(
-            self._accept_control, self._config.host, self._config.control_port
-        )
-        port: int = self._server.sockets[0].getsockname()[1]
-        return PeerAddress(
-            incarnation=self.info.incarnation, host=self._config.host, control_port=port
-        )
+        try:
+            self._server = await asyncio.start_server(self._accept_control, host, port)
+        except OSError as error:
+            await self._transport.close()
+            raise OSError(
+                f"control port {port} of {host}: {error}; give another one, or 0 for a free one"
+            ) from error
+        port = int(self._server.sockets[0].getsockname()[1])
+        return PeerAddress(incarnation=self.info.incarnation, host=host, control_port=port)
 
     async def close(self) -> None:
         """End every pair, then the transport."""
@@ -261,16 +270,15 @@ class PeerConnector:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         connection = ControlConnection(reader, writer)
-        if self._handshakes >= MAX_HANDSHAKES:
-            connection.close()
-            return
-        self._handshakes += 1
         task = asyncio.current_task()
-        if task is not None:
-            self._accepting.add(task)
-            task.add_done_callback(self._accepting.discard)
+        assert task is not None
+        self._accepting.add(task)
+        task.add_done_callback(self._accepting.discard)
+        self._admit(task)
         try:
             async with asyncio.timeout(self._connect_s):
+                await prove_as_context(connection, self._config.cluster_token)
+                self._unproved.pop(task, None)
                 await self._introduce_as_context(connection)
         except HANDSHAKE_FAILURES as error:
             logger.warning("refused a control connection: %s", describe(error))
@@ -279,10 +287,19 @@ class PeerConnector:
             connection.close()
             raise
         finally:
-            self._handshakes -= 1
+            self._unproved.pop(task, None)
+
+    def _admit(self, task: asyncio.Task[Any]) -> None:
+        if len(self._unproved) >= MAX_UNPROVED:
+            oldest = next(iter(self._unproved))
+            del self._unproved[oldest]
+            oldest.cancel()
+            logger.warning(
+                "closed the oldest of %d control connections that prove nothing", MAX_UNPROVED
+            )
+        self._unproved[task] = None
 
     async def _introduce_as_context(self, connection: ControlConnection) -> None:
-        await prove_as_context(connection, self._config.cluster_token)
         introduction = await read_introduction(connection)
         peer = introduction.rank_info
         await self._end_earlier(Side.CONTEXT, peer.incarnation)

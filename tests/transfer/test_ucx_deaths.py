@@ -119,11 +119,7 @@ async def test_peers_that_come_and_die_leave_nothing_in_the_survivor() -> None:
     held: list[ProcessFacts] = []
     async with (
         generation(SMALL.slot_bytes, BLOCKS) as node,
-        context_here(SMALL) as (
-            rank,
-            address,
-            ends,
-        ),
+        context_here(SMALL) as (_, address, ends),
     ):
         for number in range(6):
             async with context_process(SMALL) as context:
