@@ -60,8 +60,7 @@ class PeerConnector:
         make_pair: Callable[[Side, RankInfo], Pair],
     ) -> None:
         self.info = info
-        self.refusals: Final[dict[str, tuple[str, ...]]] = {}
-        """Reasons by incarnation, of peers that this side found unfit."""
+        self._refusals: dict[Incarnation, tuple[str, ...]] = {}
         self._config = config
         self._transport = transport
         self._make_pair = make_pair
@@ -75,6 +74,13 @@ class PeerConnector:
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting: set[asyncio.Task[Any]] = set()
         self._server: asyncio.Server | None = None
+
+    @property
+    def refusals(self) -> dict[str, tuple[str, ...]]:
+        """Reasons by incarnation, of peers that this side found unfit and that may still be there.
+        A copy, for any thread.
+        """
+        return {str(peer): reasons for peer, reasons in self._refusals.copy().items()}
 
     @property
     def open_pairs(self) -> tuple[Pair, ...]:
@@ -131,7 +137,7 @@ class PeerConnector:
             return pair
         if address.incarnation in self._dead:
             raise HandshakeError("this incarnation is dead; place the request elsewhere")
-        refusal = self.refusals.get(str(address.incarnation))
+        refusal = self._refusals.get(address.incarnation)
         if refusal is not None:
             raise PeerRefusedError(*refusal)
         dial = self._dials.get(address.incarnation)
@@ -162,6 +168,7 @@ class PeerConnector:
     def mark_dead(self, incarnation: Incarnation) -> None:
         """The process is dead: lose what is open, end what is in doubt."""
         self._dead.add(incarnation)
+        self._refusals.pop(incarnation, None)
         for side in Side:
             pair = self._pairs.get((side, incarnation))
             if pair is not None:
@@ -212,7 +219,7 @@ class PeerConnector:
                     connection.close()
                     raise
         except AuthenticationError as error:
-            self.refusals[str(address.incarnation)] = (str(error),)
+            self._refuse(address.incarnation, (str(error),))
             raise PeerRefusedError(str(error)) from error
         except HandshakeError:
             raise
@@ -333,13 +340,18 @@ class PeerConnector:
             )
 
     def _check(self, peer: RankInfo) -> None:
-        rows = check_direct(self.info, peer)
-        if not rows:
-            self.refusals.pop(str(peer.incarnation), None)
-            return
-        reasons = tuple(str(row) for row in rows)
-        self.refusals[str(peer.incarnation)] = reasons
-        raise PeerRefusedError(*reasons)
+        reasons = tuple(str(row) for row in check_direct(self.info, peer))
+        self._refuse(peer.incarnation, reasons)
+        if reasons:
+            raise PeerRefusedError(*reasons)
+
+    def _refuse(self, incarnation: Incarnation, reasons: tuple[str, ...]) -> None:
+        """What is found of a peer now; an instance that is here again is gone as what it was."""
+        for known in tuple(self._refusals):
+            if known.instance == incarnation.instance:
+                del self._refusals[known]
+        if reasons:
+            self._refusals[incarnation] = reasons
 
     def _open(self, side: Side, peer: RankInfo, connection: ControlConnection) -> Pair:
         pair = self._make_pair(side, peer)
