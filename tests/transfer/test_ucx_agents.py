@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from tests.transfer.agent_rig import lease
-from tests.transfer.context_process import ContextFacts
+from tests.transfer.agent_rig import lease, token_rows
+from tests.transfer.context_process import AT_HOME, ContextFacts, token_values
 from tests.transfer.ucx_contexts import complete, context_process, generation, start_request
 from transfer.agent_events import (
     AnnounceReceived,
@@ -50,6 +50,28 @@ async def test_requests_one_after_another_and_together() -> None:
         together_s = (time.perf_counter() - started) / 64
         print(f"16 scattered small blocks: {alone_s * 1e3:.1f} ms alone, {together_s * 1e3:.1f} ms")
         assert await context.finish() == 0
+
+
+async def test_a_prompt_of_which_everything_or_all_but_a_block_is_there() -> None:
+    """A transfer of no page is told as one, and one of a single block needs no other."""
+    blocks = 16
+    async with (
+        context_process(ContextFacts(SMALL, blocks)) as context,
+        generation(SMALL, blocks) as node,
+    ):
+        for wanted in (0, 1):
+            name = f"{wanted} wanted"
+            node.agent.grant(name, context.address, 10, 20_000)
+            await node.engine.expect(AnnounceReceived, name)
+            node.agent.ready(name, blocks - wanted, blocks, lease(blocks - wanted, [3][:wanted]))
+            end = await node.engine.expect(SessionEnded, name)
+            assert end.outcome is Outcome.SUCCEEDED
+            assert end.transferred_blocks == wanted
+            await node.engine.expect(LeaseEnded, name)
+        for key in node.memory.pools:
+            (rows,) = token_rows(node, key, [3])
+            assert (rows == token_values(blocks - 1)[:, :, np.newaxis]).all()
+        assert await context.home() == AT_HOME
 
 
 async def test_large_pages_run_fast_enough_to_be_useful() -> None:

@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 
 from tests.transfer.agent_rig import Node
-from tests.transfer.context_process import ContextFacts
+from tests.transfer.context_process import AT_HOME, ContextFacts
 from tests.transfer.ucx_contexts import (
     RankProcess,
     complete,
     context_process,
     generation,
+    is_right,
+    is_stamped,
+    stamp,
     start_request,
 )
 from transfer.agent_events import ChunkReceived, LeaseEnded, LeaseInDoubt, SessionEnded
@@ -29,7 +32,9 @@ DEAR_US = 1e6
 """Whatever may be staged is."""
 BLOCKS = 64
 SMALL = (48 << 10, 16 << 10)
+MEDIUM = (768 << 10, 256 << 10)
 LARGE = (6 << 20, 2 << 20)
+STAMP = 0x5A
 
 
 def scattered(blocks: int) -> list[int]:
@@ -76,15 +81,46 @@ async def test_other_page_sizes_are_laid_out_anew(there: int, here: int) -> None
         assert await context.finish() == 0
 
 
-async def test_sessions_share_the_buffers_of_a_pair() -> None:
-    together, blocks = 8, 16
+async def test_a_burst_shares_the_buffers_of_a_pair_while_half_of_it_is_cancelled() -> None:
+    """Thirty-two requests at once. What a cancelled one leaves in a buffer reaches nobody's page,
+    and no request waits for a buffer that does not come back.
+    """
+    together, blocks = 32, 16
+    random = np.random.default_rng(10)
     order = scattered(together * blocks)
+    parts = [order[blocks * n : blocks * (n + 1)] for n in range(together)]
     async with (
-        context_process(ContextFacts(LARGE, blocks, stride=7, tokens_per_page=4)) as context,
-        generation(LARGE, together * blocks) as node,
+        context_process(ContextFacts(MEDIUM, blocks, stride=7, tokens_per_page=4)) as context,
+        generation(MEDIUM, together * blocks) as node,
     ):
-        parts = [order[blocks * n : blocks * (n + 1)] for n in range(together)]
-        await asyncio.gather(*(one(node, context, f"r{n}", part) for n, part in enumerate(parts)))
+
+        async def cancelled(name: str, slots: list[int]) -> Outcome:
+            await start_request(node, context, name, slots)
+            for _ in range(int(random.integers(0, 200))):
+                await asyncio.sleep(0)
+            node.agent.cancel(name, "not wanted")
+            await node.engine.expect(LeaseEnded, name)
+            stamp(node, slots, STAMP)
+            return (await node.engine.expect(SessionEnded, name)).outcome
+
+        async with asyncio.TaskGroup() as group:
+            leaving = [
+                group.create_task(cancelled(f"r{n}#{n % blocks}", parts[n]))
+                for n in range(0, together, 2)
+            ]
+            for n in range(1, together, 2):
+                group.create_task(one(node, context, f"r{n}#{n % blocks}", parts[n]))
+        outcomes = [task.result() for task in leaving]
+        print(f"{outcomes.count(Outcome.CANCELLED)} of {len(outcomes)} cancelled before their end")
+        assert Outcome.CANCELLED in outcomes
+        assert await context.home() == AT_HOME
+        for n in range(together):
+            if n % 2:
+                assert is_right(node, f"r{n}#{n % blocks}", parts[n])
+            else:
+                assert is_stamped(node, parts[n], STAMP)
+        assert node.agent.counters.sessions_in_flight == 0
+        assert node.agent.counters.staging_bytes_in_doubt == 0
         assert await context.finish() == 0
 
 
