@@ -115,19 +115,19 @@ async def start_request(
     return pages
 
 
-async def complete(node: Node, request_id: str, slots: list[int]) -> None:
-    """To the end, and every byte as the context rank has it."""
+async def complete(node: Node, request_id: str, slots: list[int], first_block: int = 0) -> None:
+    """To the end, and every byte as the context rank has it; ``slots`` start at ``first_block``."""
     await node.engine.expect(HandoffReceived, request_id)
     end = await node.engine.expect(SessionEnded, request_id)
     assert end.outcome is Outcome.SUCCEEDED
     await node.engine.expect(LeaseEnded, request_id)
-    assert is_right(node, request_id, slots)
+    assert is_right(node, request_id, slots, first_block)
 
 
-def is_right(node: Node, request_id: str, slots: list[int]) -> bool:
+def is_right(node: Node, request_id: str, slots: list[int], first_block: int = 0) -> bool:
     """Whether every byte of the request's pages is the context rank's."""
-    first = first_content(request_id)
-    values = np.stack([token_values((first + n) % len(slots)) for n in range(len(slots))])
+    blocks, shift = first_block + len(slots), first_content(request_id)
+    values = np.stack([token_values((shift + n) % blocks) for n in range(first_block, blocks)])
     return all(
         bool((token_rows(node, key, slots) == values[..., np.newaxis]).all())
         for key in node.memory.pools
