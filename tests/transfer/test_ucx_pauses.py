@@ -40,11 +40,16 @@ FACTS = ContextFacts((8 << 20, 1 << 20), BLOCKS, heartbeat_ms=BEAT_MS, silence_m
 SMALL = replace(FACTS, slot_bytes=(4096, 1024))
 FIRST, SECOND = list(range(BLOCKS)), list(range(BLOCKS, 2 * BLOCKS))
 STAMP = 0x5A
+WAYS = [pytest.param(0.0, id="runs"), pytest.param(1e6, id="staged")]
+"""What a message costs decides how pages travel."""
 
 
-async def test_a_stopped_context_rank_writes_no_page_after_it_was_given_up() -> None:
+@pytest.mark.parametrize("message_us", WAYS)
+async def test_a_stopped_context_rank_writes_no_page_after_it_was_given_up(
+    message_us: float,
+) -> None:
     async with (
-        context_process(FACTS) as context,
+        context_process(replace(FACTS, message_us=message_us)) as context,
         generation(FACTS.slot_bytes, 2 * BLOCKS, timing=FACTS.timing) as node,
     ):
         pages = await start_request(node, context, "r", FIRST)
@@ -65,10 +70,14 @@ async def test_a_stopped_context_rank_writes_no_page_after_it_was_given_up() -> 
         assert len(node.engine.of(SessionEnded, "r")) == 1
 
 
-async def test_a_stopped_generation_rank_takes_no_page_that_was_given_up() -> None:
+@pytest.mark.parametrize("message_us", WAYS)
+async def test_a_stopped_generation_rank_takes_no_page_that_was_given_up(
+    message_us: float,
+) -> None:
     """The sender's pages hold something else when it goes on: that must not pass as the prompt."""
-    async with context_here(FACTS) as (rank, address, ends):
-        async with generation_process(GenerationFacts(FACTS, address)) as receiver:
+    facts = replace(FACTS, message_us=message_us)
+    async with context_here(facts) as (rank, address, ends):
+        async with generation_process(GenerationFacts(facts, address)) as receiver:
             receiver.process.order("start r")
             await receiver.process.line_of("chunk r")
             receiver.signal(signal.SIGSTOP)
@@ -111,6 +120,21 @@ async def test_what_waits_unread_for_a_stopped_generation_rank_is_right_or_refus
         rank.ship("next#3")
         assert "succeeded" in await receiver.process.line_of("ended next#3")
         assert await receiver.home() == AT_HOME
+
+
+async def test_a_stopped_context_rank_holds_up_nobody_who_dials_it() -> None:
+    async with (
+        context_process(SMALL) as context,
+        generation(SMALL.slot_bytes, BLOCKS, timing=SMALL.timing) as node,
+    ):
+        context.signal(signal.SIGSTOP)
+        node.agent.grant("r", context.address, 10, 300)
+        end = await node.engine.expect(SessionEnded, "r")
+        assert end.reason.endswith("no connection")
+        context.signal(signal.SIGCONT)
+        await start_request(node, context, "next#3", FIRST)
+        await complete(node, "next#3", FIRST)
+        assert await context.home() == AT_HOME
 
 
 async def test_a_pause_shorter_than_the_silence_costs_nobody_anything() -> None:

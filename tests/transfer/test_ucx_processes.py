@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import time
@@ -14,6 +15,7 @@ import numpy.typing as npt
 import pytest
 
 from tests.support.forked import WAIT_S, Forked, forked
+from tests.support.process_facts import ProcessFacts
 from tests.transfer.ucx_peer import OPENING
 from tests.transfer.ucx_peer import main as peer_main
 from transfer.outcome import PostStatus
@@ -30,6 +32,8 @@ from transfer.ucx.transport import UcxTransport
 
 pytestmark = pytest.mark.ucx
 MIB = 1 << 20
+SPARE_DESCRIPTORS = 4
+"""Of the test's own: the channel of the last process."""
 
 
 @asynccontextmanager
@@ -275,6 +279,35 @@ async def test_a_stopped_peer_ends_nothing_until_the_endpoint_is_closed_here() -
         assert (await pending.end()).status is PostStatus.REVOKED
         peer.signal(signal.SIGCONT)
         assert (await peer.line()).startswith("lost")
+
+
+@pytest.mark.parametrize("direction", ["receive", "send"])
+async def test_an_endpoint_closed_with_a_message_under_way_lets_go_of_all_it_had(
+    direction: str,
+) -> None:
+    """Its UCX worker, with a dozen descriptors and the shared memory of both sides."""
+    size_bytes = 128 * MIB
+    buffer = np.zeros(size_bytes, np.uint8)
+    transport = UcxTransport("127.0.0.1")
+    await transport.start()
+    before = ProcessFacts.of(os.getpid())
+    for _ in range(3):
+        async with peer_process() as (peer, address):
+            endpoint = await transport.connect(address, OPENING, timeout_s=WAIT_S)
+            if direction == "receive":
+                buffer[:] = 0
+                posted = receive(endpoint, buffer, 2)
+                peer.order(f"send 2 {size_bytes} 1")
+                await until(lambda: bool(buffer[MIB]))
+                peer.signal(signal.SIGSTOP)
+            else:
+                peer.signal(signal.SIGSTOP)
+                posted = send(endpoint, buffer, 2)
+            await transport.close_endpoint(endpoint)
+            await posted.end()
+    await until(lambda: ProcessFacts.of(os.getpid()).shared_segments <= before.shared_segments)
+    assert ProcessFacts.of(os.getpid()).descriptors <= before.descriptors + SPARE_DESCRIPTORS
+    await transport.close()
 
 
 async def test_peer_that_closes_is_told_apart_from_nothing() -> None:

@@ -86,6 +86,8 @@ class Driver:
         self._teardown: Callable[[], None] = _nothing
         self._context: Any = None
         self._units: list[Unit] = []
+        self._closed: list[Any] = []
+        """Closed ucxx endpoints with requests that have not ended."""
         self._poller = select.epoll()
         self._poller.register(self._wake, select.EPOLLIN)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -149,6 +151,12 @@ class Driver:
     def retire(self, unit: Unit) -> None:
         """Destroy the worker as soon as none of its requests is under way. Idempotent."""
         unit.retired = True
+
+    def close(self, endpoint: Any) -> None:
+        """Close a ucxx endpoint without waiting for the peer."""
+        # close() flushes to a peer that may be stopped, and crashes on a closed endpoint.
+        endpoint.close_blocking()
+        self._closed.append(endpoint)
 
     def has_leftover(self, unit: Unit) -> bool:
         """Whether a message has come, or begun to, that no receive was posted for."""
@@ -227,6 +235,8 @@ class Driver:
             # Not progress_once: only this one carries out cancellations of endpoints in error.
             unit.worker.progress()
         self._collect()
+        # Its requests hold a closed endpoint, and with it the worker, until it forgets them.
+        self._closed = [endpoint for endpoint in self._closed if self.library.canceling(endpoint)]
         self._reap()
         self._flush()
 
@@ -298,6 +308,7 @@ class Driver:
             self._round()
         # Destroying a worker ends whatever is left; until then its buffers are held.
         left, self._live = self._live, []
+        self._closed.clear()
         self._units.clear()
         for live in left:
             self._report(live)

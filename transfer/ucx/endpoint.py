@@ -146,8 +146,7 @@ class UcxEndpoint(Endpoint):
         """Close without waiting for the peer and drop the UCX object."""
         raw, self.raw = self.raw, None
         if raw is not None:
-            # close() flushes to a peer that may be stopped, and crashes on a closed endpoint.
-            raw.close_blocking()
+            self._driver.close(raw)
         if self.owns_unit:
             self._driver.retire(self.unit)
 
