@@ -69,7 +69,7 @@ class PeerConnector:
         self._lost: list[Pair] = []
         self._dials: dict[Incarnation, asyncio.Task[Pair]] = {}
         self._dead: set[Incarnation] = set()
-        self._unproved: dict[asyncio.Task[Any], None] = {}
+        self._unproved: dict[ControlConnection, None] = {}
         """Oldest first."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting: set[asyncio.Task[Any]] = set()
@@ -281,11 +281,11 @@ class PeerConnector:
         assert task is not None
         self._accepting.add(task)
         task.add_done_callback(self._accepting.discard)
-        self._admit(task)
+        self._admit(connection)
         try:
             async with asyncio.timeout(self._connect_s):
                 await prove_as_context(connection, self._config.cluster_token)
-                self._unproved.pop(task, None)
+                self._unproved.pop(connection, None)
                 await self._introduce_as_context(connection)
         except HANDSHAKE_FAILURES as error:
             logger.warning("refused a control connection: %s", describe(error))
@@ -294,17 +294,15 @@ class PeerConnector:
             connection.close()
             raise
         finally:
-            self._unproved.pop(task, None)
+            self._unproved.pop(connection, None)
 
-    def _admit(self, task: asyncio.Task[Any]) -> None:
+    def _admit(self, connection: ControlConnection) -> None:
         if len(self._unproved) >= MAX_UNPROVED:
             oldest = next(iter(self._unproved))
             del self._unproved[oldest]
-            oldest.cancel()
-            logger.warning(
-                "closed the oldest of %d control connections that prove nothing", MAX_UNPROVED
-            )
-        self._unproved[task] = None
+            # Its handshake reads the end.
+            oldest.close()
+        self._unproved[connection] = None
 
     async def _introduce_as_context(self, connection: ControlConnection) -> None:
         introduction = await read_introduction(connection)
