@@ -84,18 +84,22 @@ async def forked(
 
     It has this process's environment and ``environment``.
     """
-    here, there = socket.socketpair()
+    # One each way: the child reads without blocking and writes blocking.
+    orders_here, orders_there = socket.socketpair()
+    lines_here, lines_there = socket.socketpair()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     process = context.Process(
         target=_run,
-        args=(main, there, {**os.environ, **(environment or {})}, arguments),
+        args=(main, (orders_there, lines_there), {**os.environ, **(environment or {})}, arguments),
         daemon=True,
     )
     # The first start waits until the server has imported everything.
     await asyncio.to_thread(process.start)
-    there.close()
-    reader, writer = await asyncio.open_connection(sock=here)
+    orders_there.close()
+    lines_there.close()
+    reader, no_orders = await asyncio.open_connection(sock=lines_here)
+    _, writer = await asyncio.open_connection(sock=orders_here)
     child = Forked(process, reader, writer)
     try:
         yield child
@@ -103,22 +107,23 @@ async def forked(
         process.kill()
         await child.exit_code()
         process.close()
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
+        for stream in (writer, no_orders):
+            stream.close()
+            with contextlib.suppress(ConnectionError):
+                await stream.wait_closed()
 
 
 def _run(
     main: Callable[..., None],
-    streams: socket.socket,
+    streams: tuple[socket.socket, socket.socket],
     environment: Mapping[str, str],
     arguments: tuple[str, ...],
 ) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    for number in (0, 1):
-        os.dup2(streams.fileno(), number)
-    streams.close()
+    for number, stream in enumerate(streams):
+        os.dup2(stream.fileno(), number)
+        stream.close()
     sys.stdin = os.fdopen(0, "r", closefd=False)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     main(*arguments)

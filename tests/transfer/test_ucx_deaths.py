@@ -40,10 +40,9 @@ from transfer.ucx.transport import UcxTransport
 
 pytestmark = pytest.mark.ucx
 BLOCKS = 16
-FACTS = ContextFacts((8 << 20, 1 << 20), BLOCKS)
+FACTS = ContextFacts((2 << 20, 256 << 10), BLOCKS)
 SMALL = ContextFacts((4096, 1024), BLOCKS)
 FIRST, SECOND = list(range(BLOCKS)), list(range(BLOCKS, 2 * BLOCKS))
-NEXT = 20
 STAMP = 0x5A
 
 
@@ -55,9 +54,10 @@ async def failed_once(node: Node, name: str) -> str:
     return end.reason
 
 
-async def more(node: Node, context: RankProcess, name: str, slots: list[int]) -> None:
-    """Requests that succeed, every byte right."""
-    for number in range(NEXT):
+async def more(node: Node, context: RankProcess, count: int, slots: list[int]) -> None:
+    """So many requests that succeed, every byte right."""
+    for number in range(count):
+        name = f"{context.address.incarnation}"
         await start_request(node, context, f"{name} {number}#{number % BLOCKS}", slots)
         await complete(node, f"{name} {number}#{number % BLOCKS}", slots)
 
@@ -87,8 +87,7 @@ async def test_a_killed_context_rank_is_back_at_its_port(moment: str) -> None:
             assert again.address.incarnation != context.address.incarnation
             node.agent.grant("to the old one", context.address, 10, 20_000)
             assert "restarted" in await failed_once(node, "to the old one")
-            await start_request(node, again, "next", SECOND)
-            await complete(node, "next", SECOND)
+            await more(node, again, 20, SECOND)
             assert is_stamped(node, FIRST, STAMP)
             assert await again.home() == AT_HOME
         assert node.agent.counters.leases_in_doubt == 0
@@ -106,10 +105,11 @@ async def test_a_killed_generation_rank_is_back_at_its_port() -> None:
             port = receiver.address.control_port
         async with generation_process(replace(facts, control_port=port)) as again:
             assert again.address.incarnation != receiver.address.incarnation
-            for number in range(3):
-                again.process.order(f"start next {number}#{number}")
-                end = await again.process.line_of(f"ended next {number}#{number}")
+            for number in range(20):
+                again.process.order(f"start next#{number % BLOCKS}")
+                end = await again.process.line_of(f"ended next#{number % BLOCKS}")
                 assert end.endswith("succeeded received")
+                await again.process.line_of(f"home next#{number % BLOCKS}")
             assert await again.home() == AT_HOME
         assert await all_home(rank) == AT_HOME
 
@@ -144,26 +144,28 @@ async def test_a_generation_rank_is_killed_while_it_dials() -> None:
 
 
 async def test_peers_that_come_and_die_leave_nothing_in_the_survivor() -> None:
-    """Neither descriptors nor their shared memory: the next one would find less of both."""
+    """Neither descriptors nor shared memory: the next one would find less of both. All but the
+    first die in the middle of a transfer.
+    """
     held: list[ProcessFacts] = []
     async with (
-        generation(SMALL.slot_bytes, BLOCKS) as node,
-        context_here(SMALL) as (_, address, ends),
+        generation(FACTS.slot_bytes, BLOCKS) as node,
+        context_here(FACTS) as (_, address, ends),
     ):
         for number in range(6):
-            async with context_process(SMALL) as context:
-                name = f"killed {number}"
-                await more(node, context, name, FIRST)
-                node.agent.grant(name, context.address, 10, 20_000)
-                await node.engine.expect(AnnounceReceived, name)
+            name = f"killed {number}"
+            async with context_process(FACTS) as context:
+                await more(node, context, 2, FIRST)
+                await start_request(node, context, name, FIRST)
+                if held:
+                    await node.engine.expect(ChunkReceived, name)
                 context.signal(signal.SIGKILL)
-                await failed_once(node, name)
-            async with generation_process(GenerationFacts(SMALL, address)) as receiver:
+                await node.engine.expect(SessionEnded, name)
+            async with generation_process(GenerationFacts(FACTS, address)) as receiver:
                 receiver.process.order(f"start {name}")
-                await receiver.process.line_of(f"home {name}")
-                await ends.of(name)
+                await receiver.process.line_of(f"chunk {name}" if held else f"home {name}")
                 receiver.signal(signal.SIGKILL)
-                await receiver.process.exit_code()
+                await ends.of(name)
             held.append(await settled(held[:1]))
     print(f"after the first and the sixth death of each kind: {held[0]}, {held[-1]}")
 
