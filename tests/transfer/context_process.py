@@ -176,14 +176,17 @@ class ContextRank:
 
     def ship(self, request_id: str) -> None:
         """All of it."""
+        for start in range(0, self._facts.num_slots, self._facts.chunk_blocks):
+            self.ship_chunk(request_id, start)
+        self.agent.hand_off(request_id, HANDOFF)
+
+    def ship_chunk(self, request_id: str, start: int) -> None:
+        """The chunk that starts at this block."""
         first = first_content(request_id)
         slots = self._facts.slots()
-        slots = slots[first:] + slots[:first]
-        for start in range(0, len(slots), self._facts.chunk_blocks):
-            part = slots[start : start + self._facts.chunk_blocks]
-            self.leases_out += 1
-            self.agent.ship(request_id, start, start + len(part), lease(start, part))
-        self.agent.hand_off(request_id, HANDOFF)
+        part = (slots[first:] + slots[:first])[start : start + self._facts.chunk_blocks]
+        self.leases_out += 1
+        self.agent.ship(request_id, start, start + len(part), lease(start, part))
 
 
 async def serve_until_told(facts: ContextFacts) -> None:

@@ -1,4 +1,4 @@
-"""Agents in two processes over the real UCX: transfers, kill, stop, strangers. Budget: 60 s."""
+"""Agents in two processes over the real UCX: transfers and cancellations. Budget: 15 s."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_a_prompt_of_which_everything_or_all_but_a_block_is_there() -> Non
         assert await context.home() == AT_HOME
 
 
-async def test_large_pages_run_fast_enough_to_be_useful() -> None:
+async def test_large_pages_arrive_and_are_counted() -> None:
     blocks = 16
     async with (
         context_process(ContextFacts(LARGE, blocks)) as context,
@@ -85,7 +85,7 @@ async def test_large_pages_run_fast_enough_to_be_useful() -> None:
             await start_request(node, context, f"r{number}", slots)
             await complete(node, f"r{number}", slots)
         print(f"144 MiB a request, runs of 4 blocks: {node.agent.counters.gb_per_s:.2f} GB/s")
-        assert node.agent.counters.gb_per_s > 0.1
+        assert node.agent.counters.bytes_total == 3 * blocks * (sum(LARGE) + 2048)
 
 
 async def test_cancelled_in_mid_transfer_is_clean_and_quick() -> None:

@@ -163,7 +163,7 @@ async def test_a_context_rank_that_gives_up_tells_the_other(how: str) -> None:
                 receiver.process.order(f"start {name}")
                 await receiver.process.line_of("ready", name)
                 if number % 2:
-                    rank.ship(name)
+                    rank.ship_chunk(name, 0)
                 if how == "cancels":
                     rank.agent.cancel(name, "not wanted")
                 else:

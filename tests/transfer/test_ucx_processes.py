@@ -1,4 +1,4 @@
-"""Two processes over the real UCX: speed, sleep, death, cancellation. Budget of the file: 60 s."""
+"""Two processes over the real UCX: speed, sleep, death, cancellation. Budget of the file: 20 s."""
 
 from __future__ import annotations
 

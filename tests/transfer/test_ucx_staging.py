@@ -1,6 +1,6 @@
 """Two processes over the real UCX that stage: fragmented slots, other pages, a killed sender.
 
-Budget: 60 s.
+Budget: 15 s.
 """
 
 from __future__ import annotations
