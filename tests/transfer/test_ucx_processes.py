@@ -218,6 +218,39 @@ async def test_sender_killed_within_a_message_that_nobody_waits_for(
             assert (await transport.connect(address, OPENING, timeout_s=WAIT_S)).alive
 
 
+@pytest.mark.parametrize("how", ["killed", "stopped", "closed"])
+async def test_a_receive_of_which_a_part_has_come_ends_with_its_endpoint(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """UCX itself would wait for the rest of it for ever, and write it if it came."""
+    monkeypatch.setenv("UCX_RNDV_THRESH", "inf")
+    # Lanes of which this process's own progress moves every byte.
+    monkeypatch.setenv("UCX_TLS", "self,tcp,sysv")
+    async with connected() as (peer, transport, endpoint):
+        buffer = np.zeros(256 * MIB, np.uint8)
+        posted = receive(endpoint, buffer, 2)
+        peer.order(f"send 2 {len(buffer)} 1")
+        await until(lambda: bool(buffer[0]))
+        if how == "killed":
+            peer.signal(signal.SIGKILL)
+        elif how == "closed":
+            peer.order("close")
+        else:
+            peer.signal(signal.SIGSTOP)
+            await transport.close_endpoint(endpoint)
+        assert (await posted.end()).status is PostStatus.REVOKED
+        assert not buffer[-1]
+        buffer[:] = 0
+        if how == "stopped":
+            peer.signal(signal.SIGCONT)
+            assert (await peer.line()).startswith(("lost", "sent"))
+        await asyncio.sleep(0.1)
+        assert not buffer[::4096].any(), "bytes landed after the request had ended"
+        assert transport.failure == ""
+        async with peer_process() as (_, address):
+            assert (await transport.connect(address, OPENING, timeout_s=WAIT_S)).alive
+
+
 async def leftover_begun(transport: UcxTransport, endpoint: UcxEndpoint) -> None:
     """The first bytes of a message that nobody waits for are here."""
     driver = transport._driver
