@@ -42,9 +42,10 @@ from transfer.transport import (
 
 logger = logging.getLogger(__name__)
 
-MAX_UNPROVED: Final = 64
+MAX_UNPROVED: Final = 256
 """Accepted connections that have not proved the cluster token; for a newer one the oldest is
-closed, so that those that say nothing hold up nobody.
+closed, so that those that say nothing hold up nobody. More than a listener accepts in one turn of
+the loop (100), in which nobody can prove anything.
 """
 
 

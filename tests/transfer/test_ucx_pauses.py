@@ -44,10 +44,24 @@ WAYS = [pytest.param(0.0, id="runs"), pytest.param(1e6, id="staged")]
 """What a message costs decides how pages travel."""
 
 
-@pytest.mark.parametrize("message_us", WAYS)
+IN_FRAGMENTS = {"UCX_RNDV_THRESH": "inf", "UCX_TLS": "self,tcp,sysv"}
+"""UCX ends no receive of a message of which a fragment has come."""
+
+
+@pytest.mark.parametrize(
+    ("message_us", "settings"),
+    [
+        pytest.param(0.0, {}, id="runs"),
+        pytest.param(1e6, {}, id="staged"),
+        pytest.param(0.0, IN_FRAGMENTS, id="runs in fragments"),
+        pytest.param(1e6, IN_FRAGMENTS, id="staged in fragments"),
+    ],
+)
 async def test_a_stopped_context_rank_writes_no_page_after_it_was_given_up(
-    message_us: float,
+    monkeypatch: pytest.MonkeyPatch, message_us: float, settings: dict[str, str]
 ) -> None:
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
     async with (
         context_process(replace(FACTS, message_us=message_us)) as context,
         generation(FACTS.slot_bytes, 2 * BLOCKS, timing=FACTS.timing) as node,

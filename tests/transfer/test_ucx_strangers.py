@@ -18,7 +18,7 @@ import pytest_asyncio
 from typing_extensions import override
 
 from tests.support.process_facts import ProcessFacts
-from tests.transfer.agent_rig import PATIENT, WAIT_S, Node, NodeFacts, start_node
+from tests.transfer.agent_rig import PATIENT, TOKEN, WAIT_S, Node, NodeFacts, start_node
 from tests.transfer.context_process import AT_HOME, ContextFacts
 from tests.transfer.ucx_contexts import (
     RankProcess,
@@ -30,6 +30,7 @@ from tests.transfer.ucx_contexts import (
 from transfer.agent_events import SessionEnded
 from transfer.agent_peers import MAX_UNPROVED
 from transfer.auth import mint_nonce
+from transfer.control import ControlConnection, prove_as_generation
 from transfer.messages import CONTROL_CODEC, Challenge, PeerRefused
 from transfer.outcome import Outcome
 from transfer.transport import Expectation, TransportError
@@ -185,6 +186,19 @@ async def test_half_open_connections_hold_up_nobody_who_has_something_to_say(
         stranger.writer.close()
     after = await settled(context.process.pid, before.descriptors)
     assert after.descriptors == before.descriptors
+
+
+async def test_a_hundred_ranks_prove_themselves_at_once(context: RankProcess) -> None:
+    """As they do when a large cluster starts."""
+
+    async def prove() -> None:
+        host, port = context.address.host, context.address.control_port
+        reader, writer = await asyncio.open_connection(host, port)
+        await prove_as_generation(ControlConnection(reader, writer), TOKEN)
+        writer.close()
+
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.gather(*(prove() for _ in range(100)))
 
 
 class WatchedPorts(UcxTransport):

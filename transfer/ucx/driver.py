@@ -60,6 +60,10 @@ class Unit:
         """Kept as long as the worker: UCX's own listener lives on with the endpoints it made."""
         self.live = 0
         """Requests that have not completed."""
+        self.closed: list[Any] = []
+        """ucxx endpoints that were closed. They and what they had under way outlive every progress
+        of the worker.
+        """
         self.copies = False
         """Whether its lanes move bytes only while the worker is progressed."""
         self.retired = False
@@ -95,8 +99,6 @@ class Driver:
         self._teardown: Callable[[], None] = _nothing
         self._context: Any = None
         self._units: list[Unit] = []
-        self._closed: list[tuple[Unit, Any]] = []
-        """Closed ucxx endpoints with requests that have not ended."""
         self._given_up: list[object] = []
         """Workers, with all that is theirs, that must be neither progressed nor destroyed."""
         self._poller = select.epoll()
@@ -169,7 +171,7 @@ class Driver:
         """Close a ucxx endpoint of this unit without waiting for the peer."""
         # close() flushes to a peer that may be stopped, and crashes on a closed endpoint.
         endpoint.close_blocking()
-        self._closed.append((unit, endpoint))
+        unit.closed.append(endpoint)
 
     def has_leftover(self, unit: Unit) -> bool:
         """Whether a message has come, or begun to, that no receive was posted for."""
@@ -249,8 +251,6 @@ class Driver:
             # Not progress_once: only this one carries out cancellations of endpoints in error.
             unit.worker.progress()
         self._collect()
-        # Its requests hold a closed endpoint, and with it the worker, until it forgets them.
-        self._closed = [one for one in self._closed if self.library.canceling(one[1])]
         self._reap()
         self._give_up()
         self._flush()
@@ -262,6 +262,10 @@ class Driver:
                 continue
             self._units.remove(unit)
             self._poller.unregister(unit.worker.epoll_file_descriptor)
+            for endpoint in unit.closed:
+                # Its requests hold it, and with it the worker, until it forgets them.
+                self.library.canceling(endpoint)
+            unit.closed.clear()
             unit.listener = None
             unit.worker = None
 
@@ -277,11 +281,9 @@ class Driver:
             self._units.remove(unit)
             self._poller.unregister(unit.worker.epoll_file_descriptor)
             left = [live for live in self._live if live.unit is unit]
-            closed = [one for one in self._closed if one[0] is unit]
             self._live = [live for live in self._live if live.unit is not unit]
-            self._closed = [one for one in self._closed if one[0] is not unit]
             # Where ucxx destroys the worker it would wait for them.
-            self._given_up.append((unit, closed, left))
+            self._given_up.append((unit, left))
             for live in left:
                 self._end(live, STATUS_CANCELED, "given up after its endpoint was closed")
 
@@ -346,7 +348,6 @@ class Driver:
             self._round()
         # Destroying a worker ends whatever is left; until then its buffers are held.
         left, self._live = self._live, []
-        self._closed.clear()
         self._units.clear()
         for live in left:
             self._report(live)
