@@ -246,6 +246,7 @@ ROWS = {
         "a broken connection passes wrong pages as right, or never heals",
         (
             (DEATHS, "test_a_connection_that_breaks_in_mid_transfer_is_made_anew"),
+            (PROCESSES, "test_a_receive_of_which_a_part_has_come_ends_with_its_endpoint"),
             ("transfer/test_control_link.py", "test_a_reset_connection_takes_words_and_drops_them"),
             (PEERS, "test_a_dead_transport_drops_its_peers_and_says_so"),
         ),
