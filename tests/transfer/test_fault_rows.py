@@ -74,6 +74,7 @@ ROWS = {
             (STAGING, "test_the_sender_is_killed_with_staged_receives_under_way"),
             ("e2e/test_dead_workers.py", "test_a_worker_dies_under_twenty_requests"),
         ),
+        "a receiver killed while its endpoint is dialled can take the sender along, within UCX",
     ),
     "A8": Row(
         "completions of cancelled requests are dropped",
