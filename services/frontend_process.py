@@ -110,8 +110,7 @@ class FrontEndProcess:
         """Never waits: a front end that does not read must not hold up the supervision of
         workers."""
         assert process.stdin is not None
-        if not process.stdin.is_closing():
-            LAUNCHER_CODEC.write(process.stdin, [message])
+        LAUNCHER_CODEC.write(process.stdin, [message])
 
 
 async def _end(process: asyncio.subprocess.Process, limit_s: float) -> None:

@@ -42,8 +42,11 @@ from transfer.transport import (
 
 logger = logging.getLogger(__name__)
 
-MAX_HANDSHAKES: Final = 64
-"""Accepted connections that have not introduced themselves; more are closed at once."""
+MAX_UNPROVED: Final = 256
+"""Accepted connections that have not proved the cluster token; for a newer one the oldest is
+closed, so that those that say nothing hold up nobody. More than a listener accepts in one turn of
+the loop (100), in which nobody can prove anything.
+"""
 
 
 class PeerConnector:
@@ -58,8 +61,7 @@ class PeerConnector:
         make_pair: Callable[[Side, RankInfo], Pair],
     ) -> None:
         self.info = info
-        self.refusals: Final[dict[str, tuple[str, ...]]] = {}
-        """Reasons by rank, of peers that this side found unfit."""
+        self._refusals: dict[RankId, tuple[str, ...]] = {}
         self._config = config
         self._transport = transport
         self._make_pair = make_pair
@@ -68,10 +70,18 @@ class PeerConnector:
         self._lost: list[Pair] = []
         self._dials: dict[RankId, asyncio.Task[Pair]] = {}
         self._dead: set[Incarnation] = set()
-        self._handshakes = 0
+        self._unproved: dict[ControlConnection, None] = {}
+        """Oldest first."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting: set[asyncio.Task[Any]] = set()
         self._server: asyncio.Server | None = None
+
+    @property
+    def refusals(self) -> dict[str, tuple[str, ...]]:
+        """Reasons by incarnation, of peers that this side found unfit and that may still be there.
+        A copy, for any thread.
+        """
+        return {str(peer): reasons for peer, reasons in self._refusals.copy().items()}
 
     @property
     def open_pairs(self) -> tuple[Pair, ...]:
@@ -79,17 +89,22 @@ class PeerConnector:
         return tuple(pair for pair in tuple(self._pairs.values()) if pair.open)
 
     async def start(self) -> PeerAddress:
-        """Start the transport and listen for control connections."""
+        """Start the transport and listen for control connections.
+
+        Raises TransportError, and OSError where nobody can listen; nothing is left running then.
+        """
+        host, port = self._config.host, self._config.control_port
         await self._transport.start()
-        self._server = await asyncio.start_server(
-            self._accept_control, self._config.host, self._config.control_port
-        )
-        port: int = self._server.sockets[0].getsockname()[1]
+        try:
+            self._server = await asyncio.start_server(self._accept_control, host, port)
+        except OSError as error:
+            await self._transport.close()
+            raise OSError(
+                f"control port {port} of {host}: {error}; give another one, or 0 for a free one"
+            ) from error
+        port = int(self._server.sockets[0].getsockname()[1])
         return PeerAddress(
-            incarnation=self.info.incarnation,
-            rank=self.info.rank,
-            host=self._config.host,
-            control_port=port,
+            incarnation=self.info.incarnation, rank=self.info.rank, host=host, control_port=port
         )
 
     async def close(self) -> None:
@@ -126,7 +141,7 @@ class PeerConnector:
             return pair
         if address.incarnation in self._dead:
             raise HandshakeError("this incarnation is dead; place the request elsewhere")
-        refusal = self.refusals.get(str(peer))
+        refusal = self._refusals.get(peer)
         if refusal is not None:
             raise PeerRefusedError(*refusal)
         dial = self._dials.get(peer)
@@ -157,6 +172,9 @@ class PeerConnector:
     def mark_dead(self, incarnation: Incarnation) -> None:
         """Its processes are dead: lose what is open, end what is in doubt."""
         self._dead.add(incarnation)
+        for refused in tuple(self._refusals):
+            if refused.incarnation == incarnation:
+                del self._refusals[refused]
         for pair in tuple(self._pairs.values()):
             if pair.incarnation == incarnation:
                 pair.drop(f"{incarnation} is dead")
@@ -206,7 +224,7 @@ class PeerConnector:
                     connection.close()
                     raise
         except AuthenticationError as error:
-            self.refusals[str(address.rank_id)] = (str(error),)
+            self._refuse(address.rank_id, (str(error),))
             raise PeerRefusedError(str(error)) from error
         except HandshakeError:
             raise
@@ -264,16 +282,15 @@ class PeerConnector:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         connection = ControlConnection(reader, writer)
-        if self._handshakes >= MAX_HANDSHAKES:
-            connection.close()
-            return
-        self._handshakes += 1
         task = asyncio.current_task()
-        if task is not None:
-            self._accepting.add(task)
-            task.add_done_callback(self._accepting.discard)
+        assert task is not None
+        self._accepting.add(task)
+        task.add_done_callback(self._accepting.discard)
+        self._admit(connection)
         try:
             async with asyncio.timeout(self._connect_s):
+                await prove_as_context(connection, self._config.cluster_token)
+                self._unproved.pop(connection, None)
                 await self._introduce_as_context(connection)
         except HANDSHAKE_FAILURES as error:
             logger.warning("refused a control connection: %s", describe(error))
@@ -282,10 +299,17 @@ class PeerConnector:
             connection.close()
             raise
         finally:
-            self._handshakes -= 1
+            self._unproved.pop(connection, None)
+
+    def _admit(self, connection: ControlConnection) -> None:
+        if len(self._unproved) >= MAX_UNPROVED:
+            oldest = next(iter(self._unproved))
+            del self._unproved[oldest]
+            # Its handshake reads the end.
+            oldest.close()
+        self._unproved[connection] = None
 
     async def _introduce_as_context(self, connection: ControlConnection) -> None:
-        await prove_as_context(connection, self._config.cluster_token)
         introduction = await read_introduction(connection)
         peer = introduction.rank_info
         await self._end_earlier(Side.CONTEXT, peer.rank_id)
@@ -321,13 +345,19 @@ class PeerConnector:
             raise HandshakeError(f"expected {expected}, found {peer.rank_id}; mind the addresses")
 
     def _check(self, peer: RankInfo) -> None:
-        rows = check_movable(self.info, peer)
-        if not rows:
-            self.refusals.pop(str(peer.rank_id), None)
-            return
-        reasons = tuple(str(row) for row in rows)
-        self.refusals[str(peer.rank_id)] = reasons
-        raise PeerRefusedError(*reasons)
+        reasons = tuple(str(row) for row in check_movable(self.info, peer))
+        self._refuse(peer.rank_id, reasons)
+        if reasons:
+            raise PeerRefusedError(*reasons)
+
+    def _refuse(self, peer: RankId, reasons: tuple[str, ...]) -> None:
+        """What is found of a peer now; an instance that is here again is gone as what it was."""
+        for known in tuple(self._refusals):
+            same_instance = known.incarnation.instance == peer.incarnation.instance
+            if known == peer or (same_instance and known.incarnation != peer.incarnation):
+                del self._refusals[known]
+        if reasons:
+            self._refusals[peer] = reasons
 
     def _open(self, side: Side, peer: RankInfo, connection: ControlConnection) -> Pair:
         pair = self._make_pair(side, peer)

@@ -100,7 +100,15 @@ class Codec(Generic[MessageT]):
 
     def write(self, writer: asyncio.StreamWriter, messages: Iterable[MessageT]) -> None:
         """Queue messages on ``writer`` without waiting; the caller bounds the buffer."""
-        writer.write(b"".join(self.encode(message) for message in messages))
+        queue_frames(writer, b"".join(self.encode(message) for message in messages))
+
+
+def queue_frames(writer: asyncio.StreamWriter, frames: bytes) -> None:
+    """Queue encoded messages; a connection that is closed takes none, and its reader learns of the
+    end. Between the two asyncio drops what is written, where uvloop raises RuntimeError.
+    """
+    if not writer.is_closing():
+        writer.write(frames)
 
 
 def body_length(header: bytes) -> int:

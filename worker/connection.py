@@ -144,5 +144,4 @@ class FrontEndConnection:
         self._writer.transport.abort()
 
     def _send(self, message: Challenge | Welcome | Refused | StepOutput | Pong) -> None:
-        if not self._writer.is_closing():
-            WORKER_CODEC.write(self._writer, (message,))
+        WORKER_CODEC.write(self._writer, (message,))

@@ -18,7 +18,7 @@ from typing import Final, Protocol
 from transfer.auth import AuthenticationError, check_proof, mint_nonce, proof
 from transfer.identity import Incarnation
 from transfer.silence import Silence
-from transfer.wire import FrameError
+from transfer.wire import FrameError, queue_frames
 from worker.config import WorkerAddress
 from worker.messages import (
     FRONT_END_CODEC,
@@ -272,7 +272,7 @@ class WorkerLink:
             self._wake.clear()
             frames = b"".join(self._outbox)
             self._outbox.clear()
-            writer.write(frames)
+            queue_frames(writer, frames)
             await writer.drain()
 
     async def _beat(self) -> None:

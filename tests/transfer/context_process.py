@@ -1,8 +1,10 @@
-"""A context rank in a process of its own: ``python -m tests.transfer.context_process FACTS``.
+"""A context rank that serves every grant, in a process of its own or within a test.
 
-``FACTS`` is JSON: :class:`ContextFacts`. Prints its address as JSON, then serves every grant: block
-``i`` comes from slot ``i * stride``, whose bytes are :func:`token_values`. There are as many blocks
-as slots, in chunks. Ends with its stdin.
+The process prints its address as JSON, then the end of every session, and answers ``state`` with
+:class:`RankState`; it ends with its standard input. Block ``i`` comes from slot ``i * stride``,
+whose bytes are :func:`token_values`. A request gets as many blocks as there are slots, in chunks;
+one whose id ends in ``#k`` gets blocks ``k, k + 1, ...`` instead, round the end, so that requests
+can be told apart by every byte.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, dataclass
 from typing import Self
 
 import numpy as np
@@ -31,6 +34,7 @@ from tests.transfer.agent_rig import (
 from transfer.agent import TransferAgent
 from transfer.agent_config import AgentConfig
 from transfer.agent_events import AgentEvent, GrantReceived, LeaseEnded, SessionEnded
+from transfer.control import ControlTiming
 from transfer.costs import TransferCosts
 from transfer.ucx.transport import UcxTransport
 
@@ -47,12 +51,24 @@ class ContextFacts:
     message_us: float = TransferCosts().message_us
     chunk_blocks: int = 4
     on_gpu: bool = False
+    control_port: int = 0
+    heartbeat_ms: int = PATIENT.heartbeat_ms
+    silence_ms: int = PATIENT.silence_ms
 
     @classmethod
     def read(cls, text: str) -> Self:
         """From JSON."""
         fields = json.loads(text)
         return cls(**{**fields, "slot_bytes": tuple(fields["slot_bytes"])})
+
+    def text(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+    @property
+    def timing(self) -> ControlTiming:
+        """Of the control connections."""
+        return ControlTiming(PATIENT.connect_ms, self.heartbeat_ms, self.silence_ms)
 
     @property
     def groups(self) -> dict[int, tuple[int, ...]]:
@@ -93,58 +109,122 @@ def _memory(facts: ContextFacts) -> ArrayMemory:
     return on_gpu
 
 
-class ContextProcess:
+def first_content(request_id: str) -> int:
+    """The block that is a request's first."""
+    _, _, shift = request_id.partition("#")
+    return int(shift or 0)
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What a rank says of itself."""
+
+    sessions_in_flight: int
+    leases_out: int
+    leases_in_doubt: int
+    staging_bytes_in_doubt: int
+    wrong_pages: int = 0
+
+    @classmethod
+    def of(cls, agent: TransferAgent, leases_out: int, wrong_pages: int = 0) -> Self:
+        counters = agent.counters
+        return cls(
+            counters.sessions_in_flight,
+            leases_out,
+            counters.leases_in_doubt,
+            counters.staging_bytes_in_doubt,
+            wrong_pages,
+        )
+
+
+AT_HOME = RankState(0, 0, 0, 0)
+"""Nothing runs, every page is home."""
+
+
+class ContextRank:
     """Ships as soon as it is granted."""
 
-    def __init__(self, facts: ContextFacts) -> None:
+    def __init__(self, facts: ContextFacts, say: Callable[[str], None]) -> None:
+        """``say`` is told the end of every session, one line each."""
         self._facts = facts
-        memory = _memory(facts)
+        self._say = say
+        self.leases_out = 0
+        self.memory = _memory(facts)
         info = rank_info("context", groups=facts.groups, tokens_per_page=facts.tokens_per_page)
         self.agent = TransferAgent(
             rank_info=info,
             instance=(info,),
             views=VIEWS,
             transport=UcxTransport("127.0.0.1", cuda_device=0 if facts.on_gpu else None),
-            memory=memory,
+            memory=self.memory,
             config=AgentConfig(
                 host="127.0.0.1",
                 cluster_token=TOKEN,
-                timing=PATIENT,
+                control_port=facts.control_port,
+                timing=facts.timing,
                 costs=TransferCosts(message_us=facts.message_us),
             ),
             deliver=self.handle,
         )
+
+    @property
+    def state(self) -> RankState:
+        return RankState.of(self.agent, self.leases_out)
 
     def handle(self, event: AgentEvent) -> None:
         match event:
             case GrantReceived():
                 self.serve(event.request_id)
             case LeaseEnded():
+                self.leases_out -= 1
                 event.lease.release()
             case SessionEnded():
-                print(f"{event.request_id} {event.outcome.value} {event.reason}", flush=True)
+                self._say(f"ended {event.request_id} {event.outcome.value} {event.reason}")
             case _:
                 pass
 
     def serve(self, request_id: str) -> None:
-        slots = self._facts.slots()
+        """What a grant leads to."""
         self.agent.announce(request_id)
-        for start in range(0, len(slots), self._facts.chunk_blocks):
-            part = slots[start : start + self._facts.chunk_blocks]
-            self.agent.ship(request_id, start, start + len(part), lease(start, part))
+        self.ship(request_id)
+
+    def ship(self, request_id: str) -> None:
+        """All of it."""
+        for start in range(0, self._facts.num_slots, self._facts.chunk_blocks):
+            self.ship_chunk(request_id, start)
         self.agent.hand_off(request_id, HANDOFF)
 
-    async def run(self) -> None:
-        address = await self.agent.start()
-        print(address.model_dump_json(), flush=True)
-        reader = asyncio.StreamReader()
-        loop = asyncio.get_running_loop()
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-        await reader.read()
-        await self.agent.close()
-        print("bye", flush=True)
+    def ship_chunk(self, request_id: str, start: int) -> None:
+        """The chunk that starts at this block."""
+        first = first_content(request_id)
+        slots = self._facts.slots()
+        part = (slots[first:] + slots[:first])[start : start + self._facts.chunk_blocks]
+        self.leases_out += 1
+        self.agent.ship(request_id, start, start + len(part), lease(start, part))
 
 
-if __name__ == "__main__":
-    # The loop of a real worker; the tests' side runs asyncio's own.
-    uvloop.run(ContextProcess(ContextFacts.read(sys.argv[1])).run())
+async def serve_until_told(facts: ContextFacts) -> None:
+    """The process's life."""
+    rank = ContextRank(facts, print)
+    address = await rank.agent.start()
+    print(address.model_dump_json())
+    async for _ in orders():
+        print(json.dumps(asdict(rank.state)))
+    await rank.agent.close()
+    print("bye")
+
+
+async def orders() -> AsyncIterator[str]:
+    """Lines of standard input, to its end."""
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        yield line.decode().strip()
+
+
+def main(facts: str) -> None:
+    """``facts`` is :class:`ContextFacts` as JSON. The loop is that of a real worker; the tests'
+    side runs asyncio's own.
+    """
+    uvloop.run(serve_until_told(ContextFacts.read(facts)))

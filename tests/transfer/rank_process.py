@@ -1,7 +1,7 @@
 """One context rank of an instance of two, in a process of its own over UCX.
 
-Started with the instance's nonce and the rank's number; prints its address, then serves every grant
-at once, in chunks with pauses in which the loop goes on, until its stdin is closed.
+``main`` takes the instance's nonce and the rank's number; it prints its address, then serves every
+grant at once, in chunks with pauses in which the loop goes on, until its stdin is closed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def ucx_cluster() -> Cluster:
     return Cluster(timing=PATIENT, transport=lambda _name: UcxTransport("127.0.0.1"))
 
 
-async def main(nonce: str, rank: int) -> None:
+async def serve(nonce: str, rank: int) -> None:
     (instance,) = numbered(halves_to_whole(), Incarnation(instance="context", nonce=nonce))
     pools = FilledPools(instance[rank], PROMPT, Random(rank))
     pools.fill()
@@ -58,5 +58,6 @@ async def main(nonce: str, rank: int) -> None:
     await node.agent.close()
 
 
-if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], int(sys.argv[2])))
+def main(nonce: str, rank: str) -> None:
+    """Run until stdin is closed."""
+    asyncio.run(serve(nonce, int(rank)))

@@ -218,6 +218,29 @@ async def test_a_pair_that_does_not_fit_is_refused_once_with_all_reasons(world: 
     assert not context.engine.events
 
 
+@pytest.mark.parametrize("what", ["its death is told", "it comes back and fits"])
+async def test_a_refusal_is_forgotten_with_the_process_that_it_was_about(
+    world: World, what: str
+) -> None:
+    misfit = await world.node("context", NodeFacts(tokens_per_block=32))
+    generation = await world.node("generation")
+    other = await world.node("generation of another kind", NodeFacts(tokens_per_block=32))
+    assert "tokens_per_block" in await failed(generation, misfit, "first")
+    before = generation.agent.refusals
+    assert set(before) == {str(misfit.info.incarnation)}
+    assert set(misfit.agent.refusals) == {str(generation.info.rank_id)}
+    await misfit.agent.close()
+    if what == "its death is told":
+        generation.agent.peer_known_dead(misfit.info.incarnation)
+        again = await world.node("another context")
+    else:
+        again = await world.node("context", NodeFacts(control_port=misfit.address.control_port))
+    await Transfer("r", [1], [2]).run(again, generation)
+    assert generation.agent.refusals == {}
+    assert "tokens_per_block" in await failed(other, again)
+    assert set(before) == {str(misfit.info.incarnation)}, "what was read before has changed"
+
+
 async def test_a_restarted_worker_at_the_same_address_is_not_its_predecessor(
     world: World,
 ) -> None:

@@ -1,15 +1,15 @@
-"""Agents in two processes over the real UCX: transfers, kill, stop, strangers. Budget: 60 s."""
+"""Agents in two processes over the real UCX: transfers and cancellations. Budget: 15 s."""
 
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 
 import numpy as np
 import pytest
 
-from tests.transfer.agent_rig import WAIT_S, lease
+from tests.transfer.agent_rig import lease, token_rows
+from tests.transfer.context_process import AT_HOME, ContextFacts, token_values
 from tests.transfer.ucx_contexts import complete, context_process, generation, start_request
 from transfer.agent_events import (
     AnnounceReceived,
@@ -17,10 +17,7 @@ from transfer.agent_events import (
     LeaseEnded,
     SessionEnded,
 )
-from transfer.auth import mint_nonce
 from transfer.outcome import Outcome
-from transfer.transport import TransportError
-from transfer.ucx.transport import UcxTransport
 
 pytestmark = pytest.mark.ucx
 SMALL = (4096, 1024)
@@ -29,7 +26,10 @@ LARGE = (8 << 20, 1 << 20)
 
 async def test_requests_one_after_another_and_together() -> None:
     blocks = 16
-    async with context_process(SMALL, blocks) as context, generation(SMALL, 64 * blocks) as node:
+    async with (
+        context_process(ContextFacts(SMALL, blocks)) as context,
+        generation(SMALL, 64 * blocks) as node,
+    ):
         await node.agent.warm(context.address)
         assert set(node.agent.lanes.values()) == {"shm"}
         order = np.random.default_rng(0).permutation(64 * blocks).tolist()
@@ -52,73 +52,49 @@ async def test_requests_one_after_another_and_together() -> None:
         assert await context.finish() == 0
 
 
-async def test_large_pages_run_fast_enough_to_be_useful() -> None:
+async def test_a_prompt_of_which_everything_or_all_but_a_block_is_there() -> None:
+    """A transfer of no page is told as one, and one of a single block needs no other."""
     blocks = 16
-    async with context_process(LARGE, blocks) as context, generation(LARGE, blocks) as node:
+    async with (
+        context_process(ContextFacts(SMALL, blocks)) as context,
+        generation(SMALL, blocks) as node,
+    ):
+        for wanted in (0, 1):
+            name = f"{wanted} wanted"
+            node.agent.grant(name, (context.address,), 10, 20_000)
+            await node.engine.expect(AnnounceReceived, name)
+            node.agent.ready(name, blocks - wanted, blocks, lease(blocks - wanted, [3][:wanted]))
+            end = await node.engine.expect(SessionEnded, name)
+            assert end.outcome is Outcome.SUCCEEDED
+            assert end.transferred_blocks == wanted
+            await node.engine.expect(LeaseEnded, name)
+        for key in node.memory.pools:
+            (rows,) = token_rows(node, key, [3])
+            assert (rows == token_values(blocks - 1)[:, :, np.newaxis]).all()
+        assert await context.home() == AT_HOME
+
+
+async def test_large_pages_arrive_and_are_counted() -> None:
+    blocks = 16
+    async with (
+        context_process(ContextFacts(LARGE, blocks)) as context,
+        generation(LARGE, blocks) as node,
+    ):
         slots = list(range(blocks))
         for number in range(3):
             await start_request(node, context, f"r{number}", slots)
             await complete(node, f"r{number}", slots)
         print(f"144 MiB a request, runs of 4 blocks: {node.agent.counters.gb_per_s:.2f} GB/s")
-        assert node.agent.counters.gb_per_s > 0.1
-
-
-@pytest.mark.parametrize("moment", ["idle", "in mid-transfer"])
-async def test_the_peer_is_killed(moment: str) -> None:
-    blocks = 16
-    slots = list(range(blocks))
-    async with context_process(LARGE, blocks) as context, generation(LARGE, blocks) as node:
-        if moment == "idle":
-            node.agent.grant("r", (context.address,), 10, 20_000)
-            await node.engine.expect(AnnounceReceived, "r")
-        else:
-            await start_request(node, context, "r", slots)
-            await node.engine.expect(ChunkReceived, "r")
-        context.signal(signal.SIGKILL)
-        killed = time.perf_counter()
-        end = await node.engine.expect(SessionEnded, "r")
-        noticed_ms = (time.perf_counter() - killed) * 1e3
-        print(f"killed {moment}: noticed after {noticed_ms:.0f} ms: {end.reason}")
-        assert end.outcome is Outcome.FAILED
-        assert noticed_ms < 5_000
-        if moment != "idle":
-            await node.engine.expect(LeaseEnded, "r")
-        node.agent.peer_known_dead(context.address.incarnation)
-        for array in node.memory.pools.values():
-            array[:] = 0
-        async with context_process(LARGE, blocks) as again:
-            await start_request(node, again, "next", slots)
-            await complete(node, "next", slots)
-
-
-async def test_a_stopped_peer_is_noticed_and_may_return() -> None:
-    blocks = 16
-    async with context_process(SMALL, blocks) as context, generation(SMALL, 2 * blocks) as node:
-        first, second = list(range(blocks)), list(range(blocks, 2 * blocks))
-        await start_request(node, context, "before", first)
-        await complete(node, "before", first)
-        node.agent.grant("r", (context.address,), 10, 20_000)
-        await node.engine.expect(AnnounceReceived, "r")
-        context.signal(signal.SIGSTOP)
-        stopped = time.perf_counter()
-        node.agent.ready("r", 0, blocks, lease(0, second))
-        end = await node.engine.expect(SessionEnded, "r")
-        print(f"stop noticed after {(time.perf_counter() - stopped) * 1e3:.0f} ms: {end.reason}")
-        assert "no word from the peer" in end.reason
-        await node.engine.expect(LeaseEnded, "r")
-        for array in node.memory.pools.values():
-            array[second] = 0
-        context.signal(signal.SIGCONT)
-        await start_request(node, context, "after", first)
-        await complete(node, "after", first)
-        for array in node.memory.pools.values():
-            assert not array[second].any()
+        assert node.agent.counters.bytes_total == 3 * blocks * (sum(LARGE) + 2048)
 
 
 async def test_cancelled_in_mid_transfer_is_clean_and_quick() -> None:
     blocks = 16
     slots = list(range(blocks))
-    async with context_process(LARGE, blocks) as context, generation(LARGE, blocks) as node:
+    async with (
+        context_process(ContextFacts(LARGE, blocks)) as context,
+        generation(LARGE, blocks) as node,
+    ):
         for number in range(5):
             name = f"r{number}"
             await start_request(node, context, name, slots)
@@ -139,7 +115,7 @@ async def test_a_storm_of_cancellations_leaves_no_byte_and_no_page_behind() -> N
     slot_bytes = (128 << 10, 32 << 10)
     random = np.random.default_rng(7)
     async with (
-        context_process(slot_bytes, blocks) as context,
+        context_process(ContextFacts(slot_bytes, blocks)) as context,
         generation(slot_bytes, together * blocks) as node,
     ):
 
@@ -172,20 +148,3 @@ async def test_a_storm_of_cancellations_leaves_no_byte_and_no_page_behind() -> N
         assert node.agent.counters.sessions_in_flight == 0
         assert node.agent.counters.leases_in_doubt == 0
         assert await context.finish() == 0
-
-
-async def test_a_stranger_reaches_no_page() -> None:
-    """A dialler that finds a data listener but has no opening gets no endpoint."""
-    async with context_process(SMALL, 16) as context, generation(SMALL, 16) as node:
-        await node.agent.warm(context.address)
-        stranger = UcxTransport("127.0.0.1")
-        await stranger.start()
-        expectation = await node.transport.expect(mint_nonce())
-        with pytest.raises(TransportError):
-            await stranger.connect(expectation.address, mint_nonce(), timeout_s=WAIT_S)
-        assert not expectation.endpoint.done()
-        expectation.close()
-        await stranger.close()
-        slots = list(range(16))
-        await start_request(node, context, "r", slots)
-        await complete(node, "r", slots)

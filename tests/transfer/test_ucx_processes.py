@@ -1,4 +1,4 @@
-"""Two processes over the real UCX: speed, sleep, death, cancellation. Budget of the file: 60 s."""
+"""Two processes over the real UCX: speed, sleep, death, cancellation. Budget of the file: 20 s."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.support.forked import WAIT_S, Forked, forked
+from tests.support.process_facts import ProcessFacts
 from tests.transfer.ucx_peer import OPENING
+from tests.transfer.ucx_peer import main as peer_main
 from transfer.outcome import PostStatus
 from transfer.transport import (
     Completion,
@@ -28,55 +31,22 @@ from transfer.ucx.endpoint import UcxEndpoint
 from transfer.ucx.transport import UcxTransport
 
 pytestmark = pytest.mark.ucx
-WAIT_S = 30.0
 MIB = 1 << 20
-
-
-class PeerProcess:
-    """A running ``tests.transfer.ucx_peer``."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-        self.pid = process.pid
-
-    def order(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line.encode() + b"\n")
-
-    async def line(self) -> str:
-        assert self._process.stdout is not None
-        return (await asyncio.wait_for(self._process.stdout.readline(), WAIT_S)).decode().strip()
-
-    async def exit_code(self) -> int:
-        return await asyncio.wait_for(self._process.wait(), WAIT_S)
-
-    def signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
+SPARE_DESCRIPTORS = 4
+"""Of the test's own: the channel of the last process."""
 
 
 @asynccontextmanager
-async def peer_process(**environment: str) -> AsyncIterator[tuple[PeerProcess, TransportAddress]]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "tests.transfer.ucx_peer",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, **environment},
-    )
-    peer = PeerProcess(process)
-    try:
+async def peer_process(**environment: str) -> AsyncIterator[tuple[Forked, TransportAddress]]:
+    """A running :class:`tests.transfer.ucx_peer.Peer`."""
+    async with forked(peer_main, environment=environment) as peer:
         word, port = (await peer.line()).split()
         assert word == "port"
         yield peer, TransportAddress("127.0.0.1", int(port))
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
 
 
 @asynccontextmanager
-async def connected() -> AsyncIterator[tuple[PeerProcess, UcxTransport, Endpoint]]:
+async def connected() -> AsyncIterator[tuple[Forked, UcxTransport, Endpoint]]:
     transport = UcxTransport("127.0.0.1")
     await transport.start()
     try:
@@ -248,6 +218,39 @@ async def test_sender_killed_within_a_message_that_nobody_waits_for(
             assert (await transport.connect(address, OPENING, timeout_s=WAIT_S)).alive
 
 
+@pytest.mark.parametrize("how", ["killed", "stopped", "closed"])
+async def test_a_receive_of_which_a_part_has_come_ends_with_its_endpoint(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """UCX itself would wait for the rest of it for ever, and write it if it came."""
+    monkeypatch.setenv("UCX_RNDV_THRESH", "inf")
+    # Lanes of which this process's own progress moves every byte.
+    monkeypatch.setenv("UCX_TLS", "self,tcp,sysv")
+    async with connected() as (peer, transport, endpoint):
+        buffer = np.zeros(256 * MIB, np.uint8)
+        posted = receive(endpoint, buffer, 2)
+        peer.order(f"send 2 {len(buffer)} 1")
+        await until(lambda: bool(buffer[0]))
+        if how == "killed":
+            peer.signal(signal.SIGKILL)
+        elif how == "closed":
+            peer.order("close")
+        else:
+            peer.signal(signal.SIGSTOP)
+            await transport.close_endpoint(endpoint)
+        assert (await posted.end()).status is PostStatus.REVOKED
+        assert not buffer[-1]
+        buffer[:] = 0
+        if how == "stopped":
+            peer.signal(signal.SIGCONT)
+            assert (await peer.line()).startswith(("lost", "sent"))
+        await asyncio.sleep(0.1)
+        assert not buffer[::4096].any(), "bytes landed after the request had ended"
+        assert transport.failure == ""
+        async with peer_process() as (_, address):
+            assert (await transport.connect(address, OPENING, timeout_s=WAIT_S)).alive
+
+
 async def leftover_begun(transport: UcxTransport, endpoint: UcxEndpoint) -> None:
     """The first bytes of a message that nobody waits for are here."""
     driver = transport._driver
@@ -309,6 +312,35 @@ async def test_a_stopped_peer_ends_nothing_until_the_endpoint_is_closed_here() -
         assert (await pending.end()).status is PostStatus.REVOKED
         peer.signal(signal.SIGCONT)
         assert (await peer.line()).startswith("lost")
+
+
+@pytest.mark.parametrize("direction", ["receive", "send"])
+async def test_an_endpoint_closed_with_a_message_under_way_lets_go_of_all_it_had(
+    direction: str,
+) -> None:
+    """Its UCX worker, with a dozen descriptors and the shared memory of both sides."""
+    size_bytes = 128 * MIB
+    buffer = np.zeros(size_bytes, np.uint8)
+    transport = UcxTransport("127.0.0.1")
+    await transport.start()
+    before = ProcessFacts.of(os.getpid())
+    for _ in range(3):
+        async with peer_process() as (peer, address):
+            endpoint = await transport.connect(address, OPENING, timeout_s=WAIT_S)
+            if direction == "receive":
+                buffer[:] = 0
+                posted = receive(endpoint, buffer, 2)
+                peer.order(f"send 2 {size_bytes} 1")
+                await until(lambda: bool(buffer[MIB]))
+                peer.signal(signal.SIGSTOP)
+            else:
+                peer.signal(signal.SIGSTOP)
+                posted = send(endpoint, buffer, 2)
+            await transport.close_endpoint(endpoint)
+            await posted.end()
+    await until(lambda: ProcessFacts.of(os.getpid()).shared_segments <= before.shared_segments)
+    assert ProcessFacts.of(os.getpid()).descriptors <= before.descriptors + SPARE_DESCRIPTORS
+    await transport.close()
 
 
 async def test_peer_that_closes_is_told_apart_from_nothing() -> None:

@@ -4,17 +4,16 @@ one is killed. Budget: 20 s.
 
 from __future__ import annotations
 
-import asyncio
 import signal
-import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from random import Random
 
 import pytest
 
 from kvcache_core.spec import ElementType, ReusePolicy
+from tests.support.forked import forked
 from tests.transfer.filled_pools import FilledPools
 from tests.transfer.geometries import Attention, Side, same_model
 from tests.transfer.instance_rig import (
@@ -25,13 +24,13 @@ from tests.transfer.instance_rig import (
     rank_node,
 )
 from tests.transfer.rank_process import PROMPT, TOKENS_PER_BLOCK, halves_to_whole, ucx_cluster
-from tests.transfer.ucx_contexts import Context
+from tests.transfer.rank_process import main as rank_main
+from tests.transfer.ucx_contexts import RankProcess
 from transfer.agent_events import AnnounceReceived, ChunkReceived, LeaseInDoubt, SessionEnded
 from transfer.identity import Incarnation, PeerAddress
 from transfer.outcome import Outcome
 
 pytestmark = pytest.mark.ucx
-START_S = 30
 LAYERS = (Attention(4, head_dim=256), Attention(2, window=80, head_dim=256))
 DRAFTS = (Attention(2, dtype=ElementType.BFLOAT16, policy=ReusePolicy.OPTIONAL),)
 WHOLE = Side(stages=(2,), drafts=True)
@@ -55,32 +54,18 @@ async def test_every_byte_of_every_receiver_arrives(sender: Side, receiver: Side
 
 
 @asynccontextmanager
-async def context_instance() -> AsyncIterator[list[Context]]:
+async def context_instance() -> AsyncIterator[list[RankProcess]]:
     """Both ranks of a context instance, each in a process of its own."""
     nonce = Incarnation.mint("context").nonce
-    processes = [
-        await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-m", "tests.transfer.rank_process", nonce, str(rank)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    try:
-        lines = []
-        for process in processes:
-            assert process.stdout is not None
-            lines.append(await asyncio.wait_for(process.stdout.readline(), START_S))
-        yield [
-            Context(process, PeerAddress.model_validate_json(line))
-            for process, line in zip(processes, lines, strict=True)
+    async with AsyncExitStack() as stack:
+        processes = [
+            await stack.enter_async_context(forked(rank_main, nonce, str(rank)))
+            for rank in range(2)
         ]
-    finally:
-        for process in processes:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+        yield [
+            RankProcess(process, PeerAddress.model_validate_json(await process.line()))
+            for process in processes
+        ]
 
 
 @asynccontextmanager
@@ -96,7 +81,7 @@ async def generation_rank() -> AsyncIterator[RankNode]:
         await node.agent.close()
 
 
-async def start(node: RankNode, contexts: list[Context]) -> None:
+async def start(node: RankNode, contexts: list[RankProcess]) -> None:
     """Up to the pages."""
     sources = [context.address for context in contexts]
     node.agent.grant(REQUEST, sources, PROMPT, 20_000)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
+from tests.support.forked import Forked, forked
 from tests.transfer.agent_rig import (
     PATIENT,
     TOKENS_PER_BLOCK,
@@ -24,60 +25,63 @@ from tests.transfer.agent_rig import (
     start_node,
     token_rows,
 )
-from tests.transfer.context_process import token_values
+from tests.transfer.context_process import (
+    AT_HOME,
+    ContextFacts,
+    RankState,
+    first_content,
+    token_values,
+)
+from tests.transfer.context_process import main as context_main
 from transfer.agent_events import (
     AnnounceReceived,
     HandoffReceived,
     LeaseEnded,
     SessionEnded,
 )
+from transfer.control import ControlTiming
 from transfer.identity import PeerAddress
 from transfer.outcome import Outcome
 from transfer.ucx.transport import UcxTransport
 
 
 @dataclass
-class Context:
-    """The other process."""
+class RankProcess:
+    """A rank in a process of its own."""
 
-    process: asyncio.subprocess.Process
+    process: Forked
     address: PeerAddress
 
     def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
+        self.process.signal(number)
 
     async def line(self) -> str:
-        assert self.process.stdout is not None
-        return (await asyncio.wait_for(self.process.stdout.readline(), WAIT_S)).decode().strip()
+        return await self.process.line()
+
+    async def state(self) -> RankState:
+        """What it says of itself; whatever it has said before is passed over."""
+        self.process.order("state")
+        while not (line := await self.process.line()).startswith("{"):
+            assert line, "the process has ended"
+        return RankState(**json.loads(line))
+
+    async def home(self) -> RankState:
+        """What it says once nothing runs and no lease is out, or after a while."""
+        end = time.monotonic() + WAIT_S
+        while (state := await self.state()) != AT_HOME and time.monotonic() < end:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        return state
 
     async def finish(self) -> int:
         """Close its stdin and wait for a clean end."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        return await asyncio.wait_for(self.process.wait(), WAIT_S)
+        return await self.process.finish()
 
 
 @asynccontextmanager
-async def context_process(
-    slot_bytes: tuple[int, ...], num_slots: int, **facts: float
-) -> AsyncIterator[Context]:
-    """A context rank in a process of its own, with further facts of ``ContextFacts``."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "tests.transfer.context_process",
-        json.dumps({"slot_bytes": slot_bytes, "num_slots": num_slots, **facts}),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    try:
-        line = await asyncio.wait_for(process.stdout.readline(), WAIT_S)
-        yield Context(process, PeerAddress.model_validate_json(line))
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+async def context_process(facts: ContextFacts) -> AsyncIterator[RankProcess]:
+    """A context rank in a process of its own."""
+    async with forked(context_main, facts.text()) as process:
+        yield RankProcess(process, PeerAddress.model_validate_json(await process.line()))
 
 
 @asynccontextmanager
@@ -85,6 +89,7 @@ async def generation(
     slot_bytes: tuple[int, ...],
     num_slots: int,
     tokens_per_page: int = TOKENS_PER_BLOCK,
+    timing: ControlTiming = PATIENT,
     memory: type[ArrayMemory] = ArrayMemory,
     cuda_device: int | None = None,
 ) -> AsyncIterator[Node]:
@@ -92,7 +97,7 @@ async def generation(
     facts = NodeFacts(
         num_slots=num_slots,
         groups={0: slot_bytes, 1: (2048,)},
-        timing=PATIENT,
+        timing=timing,
         tokens_per_page=tokens_per_page,
         memory=memory,
     )
@@ -104,7 +109,7 @@ async def generation(
 
 
 async def start_request(
-    node: Node, context: Context, request_id: str, slots: list[int], deadline_ms: int = 20_000
+    node: Node, context: RankProcess, request_id: str, slots: list[int], deadline_ms: int = 20_000
 ) -> Lease:
     """Up to the pages."""
     node.agent.grant(request_id, (context.address,), 10, deadline_ms)
@@ -114,13 +119,31 @@ async def start_request(
     return pages
 
 
-async def complete(node: Node, request_id: str, slots: list[int]) -> None:
-    """To the end, and every byte as the context rank has it."""
+async def complete(node: Node, request_id: str, slots: list[int], first_block: int = 0) -> None:
+    """To the end, and every byte as the context rank has it; ``slots`` start at ``first_block``."""
     await node.engine.expect(HandoffReceived, request_id)
     end = await node.engine.expect(SessionEnded, request_id)
     assert end.outcome is Outcome.SUCCEEDED
     await node.engine.expect(LeaseEnded, request_id)
-    for key in node.memory.pools:
-        for block, slot in enumerate(slots):
-            (rows,) = token_rows(node, key, [slot])
-            assert (rows == token_values(block)[:, :, np.newaxis]).all()
+    assert is_right(node, request_id, slots, first_block)
+
+
+def is_right(node: Node, request_id: str, slots: list[int], first_block: int = 0) -> bool:
+    """Whether every byte of the request's pages is the context rank's."""
+    blocks, shift = first_block + len(slots), first_content(request_id)
+    values = np.stack([token_values((shift + n) % blocks) for n in range(first_block, blocks)])
+    return all(
+        bool((token_rows(node, key, slots) == values[..., np.newaxis]).all())
+        for key in node.memory.pools
+    )
+
+
+def stamp(node: Node, slots: list[int], value: int) -> None:
+    """The pages are somebody else's from now on."""
+    for array in node.memory.pools.values():
+        array[slots] = value
+
+
+def is_stamped(node: Node, slots: list[int], value: int) -> bool:
+    """Whether nothing was written since :func:`stamp`."""
+    return all(bool((array[slots] == value).all()) for array in node.memory.pools.values())

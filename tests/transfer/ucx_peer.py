@@ -1,5 +1,5 @@
-"""The other process of a UCX test: ``python -m tests.transfer.ucx_peer`` expects one dialler
-and obeys one command a line on stdin, answering with one line each on stdout.
+"""The other process of a UCX test: expects one dialler and obeys one command a line on stdin,
+answering with one line each on stdout.
 """
 
 from __future__ import annotations
@@ -74,5 +74,6 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The process's life."""
     asyncio.run(Peer().run())

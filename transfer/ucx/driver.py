@@ -24,10 +24,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from transfer.transport import TransportError
-from transfer.ucx.library import STATUS_OK, Library
+from transfer.ucx.library import STATUS_CANCELED, STATUS_OK, Library
 
 POLL_S: Final = 1.0
 """Upper bound of one sleep, so that a lost event costs a second and not a transfer."""
+RETIRING_POLL_S: Final = 0.01
+"""The same while a worker is to be destroyed, for which there is no event."""
 BUSY_ROUNDS: Final = 2
 BUSY_S: Final = 100e-6
 """UCX gives no event when a full queue of a shared memory lane drains. After so many rounds the
@@ -36,6 +38,9 @@ thread waits this long between looks instead of taking the core from the peer th
 DRAIN_S: Final = 2.0
 """How long a stopping driver waits for requests that were cancelled."""
 DRAIN_STEP_S: Final = 0.001
+GIVE_UP_S: Final = 0.2
+GIVE_UP_ROUNDS: Final = 20
+"""How long, and in how many rounds, what a closed endpoint has under way may end by itself."""
 
 Finished = Callable[[int, str], None]
 """Called in the event loop with UCX's status (0 is success) and its text."""
@@ -55,7 +60,15 @@ class Unit:
         """Kept as long as the worker: UCX's own listener lives on with the endpoints it made."""
         self.live = 0
         """Requests that have not completed."""
+        self.closed: list[Any] = []
+        """ucxx endpoints that were closed. They and what they had under way outlive every progress
+        of the worker.
+        """
+        self.copies = False
+        """Whether its lanes move bytes only while the worker is progressed."""
         self.retired = False
+        self.rounds_left = GIVE_UP_ROUNDS
+        self.give_up_s = 0.0
 
 
 @dataclass(frozen=True)
@@ -86,6 +99,8 @@ class Driver:
         self._teardown: Callable[[], None] = _nothing
         self._context: Any = None
         self._units: list[Unit] = []
+        self._given_up: list[object] = []
+        """Workers, with all that is theirs, that must be neither progressed nor destroyed."""
         self._poller = select.epoll()
         self._poller.register(self._wake, select.EPOLLIN)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -148,7 +163,15 @@ class Driver:
 
     def retire(self, unit: Unit) -> None:
         """Destroy the worker as soon as none of its requests is under way. Idempotent."""
-        unit.retired = True
+        if not unit.retired:
+            unit.retired = True
+            unit.give_up_s = time.monotonic() + GIVE_UP_S
+
+    def close(self, unit: Unit, endpoint: Any) -> None:
+        """Close a ucxx endpoint of this unit without waiting for the peer."""
+        # close() flushes to a peer that may be stopped, and crashes on a closed endpoint.
+        endpoint.close_blocking()
+        unit.closed.append(endpoint)
 
     def has_leftover(self, unit: Unit) -> bool:
         """Whether a message has come, or begun to, that no receive was posted for."""
@@ -211,7 +234,8 @@ class Driver:
                     time.sleep(BUSY_S)
                 continue
             busy_rounds = 0
-            for descriptor, _ in self._poller.poll(POLL_S):
+            retiring = any(unit.retired and unit.copies for unit in self._units)
+            for descriptor, _ in self._poller.poll(RETIRING_POLL_S if retiring else POLL_S):
                 if descriptor == self._wake:
                     os.eventfd_read(self._wake)
 
@@ -228,6 +252,7 @@ class Driver:
             unit.worker.progress()
         self._collect()
         self._reap()
+        self._give_up()
         self._flush()
 
     def _reap(self) -> None:
@@ -237,13 +262,35 @@ class Driver:
                 continue
             self._units.remove(unit)
             self._poller.unregister(unit.worker.epoll_file_descriptor)
+            for endpoint in unit.closed:
+                # Its requests hold it, and with it the worker, until it forgets them.
+                self.library.canceling(endpoint)
+            unit.closed.clear()
             unit.listener = None
             unit.worker = None
+
+    def _give_up(self) -> None:
+        """End what UCX never ends: a receive of which a part has come waits for the rest, whatever
+        became of its endpoint, and would write it. Nothing is written for a worker that is not
+        progressed any more, unless a lane lets the peer reach pages by itself.
+        """
+        for unit in [unit for unit in self._units if unit.retired and unit.copies]:
+            unit.rounds_left -= 1
+            if unit.rounds_left > 0 or time.monotonic() < unit.give_up_s:
+                continue
+            self._units.remove(unit)
+            self._poller.unregister(unit.worker.epoll_file_descriptor)
+            left = [live for live in self._live if live.unit is unit]
+            self._live = [live for live in self._live if live.unit is not unit]
+            # Where ucxx destroys the worker it would wait for them.
+            self._given_up.append((unit, left))
+            for live in left:
+                self._end(live, STATUS_CANCELED, "given up after its endpoint was closed")
 
     def _take_leftovers(self, unit: Unit) -> None:
         """Receive what nobody waits for, in place of ucxx: while it destroys a worker it waits
         for all of it, and for the rest of a message whose sender was killed it waits for ever.
-        Here such a receive is a request like any other: it keeps its worker until the driver stops.
+        Here such a receive is a request like any other, and is given up as such.
         """
         while self.has_leftover(unit):
             array = self.library.array(bytearray(1))
@@ -260,7 +307,6 @@ class Driver:
         self._live = pending
 
     def _report(self, live: _Live) -> None:
-        live.unit.live -= 1
         status = int(live.request.status)
         text = ""
         if status != STATUS_OK:
@@ -268,6 +314,10 @@ class Driver:
                 live.request.check_error()
             except self.library.error as error:
                 text = str(error)
+        self._end(live, status, text)
+
+    def _end(self, live: _Live, status: int, text: str) -> None:
+        live.unit.live -= 1
         live.dropped()
         # The ucxx request must not leave this thread: its destructor may destroy an endpoint.
         finished = live.finished
@@ -290,7 +340,7 @@ class Driver:
         self._teardown()
         self._teardown = _nothing
         for unit in self._units:
-            unit.retired = True
+            self.retire(unit)
         end = time.monotonic() + DRAIN_S
         self._round()
         while self._units and time.monotonic() < end:

@@ -137,6 +137,7 @@ class UcxEndpoint(Endpoint):
         """Learn which transports the connected endpoint uses."""
         if self.usable():
             self._lanes = self._driver.library.lanes(self.raw)
+            self.unit.copies = not remote_access(self._lanes)
 
     def usable(self) -> bool:
         """Whether requests may be posted: ucxx posts those of a dead endpoint on the worker."""
@@ -146,8 +147,7 @@ class UcxEndpoint(Endpoint):
         """Close without waiting for the peer and drop the UCX object."""
         raw, self.raw = self.raw, None
         if raw is not None:
-            # close() flushes to a peer that may be stopped, and crashes on a closed endpoint.
-            raw.close_blocking()
+            self._driver.close(self.unit, raw)
         if self.owns_unit:
             self._driver.retire(self.unit)
 

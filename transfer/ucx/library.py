@@ -1,10 +1,11 @@
-"""The loaded UCX library: ucxx's core API and the two calls that it lacks.
+"""The loaded UCX library: ucxx's core API and the three calls that it lacks.
 
-ucxx cancels a request only by destroying it, which hides whether UCX is still writing; and it does
-not tell which transports an endpoint uses. Both calls exist in the libraries it loads, so they are
-made through ctypes: cancel only where the C++ symbol is exported, the query only from the UCX
-version on that has it. Where one is missing, cancelling does nothing (requests run to their end, or
-end with their endpoint) and lanes read ``unknown``.
+ucxx cancels a request only by destroying it, which hides whether UCX is still writing; it does not
+tell which transports an endpoint uses; and an endpoint closed with requests under way keeps them
+after their end, and they keep it, with its worker, for ever. All three calls exist in the libraries
+it loads, so they are made through ctypes: those of ucxx where the C++ symbol is exported, the query
+from the UCX version on that has it. Where one is missing, cancelling does nothing (requests run to
+their end, or end with their endpoint), lanes read ``unknown``, and such an endpoint stays.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ STATUS_CANCELED: Final = -16
 MIN_QUERY_VERSION: Final = (1, 12, 0)
 MAX_LANES: Final = 32
 CANCEL_SYMBOL: Final = "_ZN4ucxx7Request6cancelEv"
+CANCELING_SYMBOL: Final = "_ZNK4ucxx8Endpoint16getCancelingSizeEv"
 UNKNOWN_LANES: Final = ("unknown",)
 
 
@@ -76,6 +78,9 @@ class Library:
     path: str
     cancel: Callable[[Any], None]
     """Ask a ucxx request to cancel; it stays valid and still has to complete."""
+    canceling: Callable[[Any], int]
+    """How many requests a closed ucxx endpoint still waits for; it forgets those that have ended.
+    """
     use_cuda_device: Callable[[int], None]
     """Make a device's context current in the calling thread."""
     lanes: Callable[[Any], tuple[str, ...]]
@@ -106,6 +111,7 @@ def load() -> Library:
         ) from error
     version = tuple(int(part) for part in api.get_ucx_version())
     path = mapped_file("libucp.so")
+    ucxx_path = mapped_file("libucxx.so")
     return Library(
         api=api,
         array=Array,
@@ -115,7 +121,8 @@ def load() -> Library:
         version=(version[0], version[1], version[2]),
         path=path,
         use_cuda_device=ensure_cuda_context,
-        cancel=_cancel_call(mapped_file("libucxx.so")),
+        cancel=_cancel_call(ucxx_path),
+        canceling=_canceling_call(ucxx_path),
         lanes=_lanes_call(path, version),
     )
 
@@ -144,6 +151,27 @@ def _cancel_call(path: str) -> Callable[[Any], None]:
 
 def _cancel_nothing(request: Any) -> None:
     """Leave the request to its natural end."""
+
+
+def _canceling_call(path: str) -> Callable[[Any], int]:
+    if not path:
+        return _canceling_none
+    try:
+        call = ctypes.CDLL(path)[CANCELING_SYMBOL]
+    except AttributeError:
+        return _canceling_none
+    call.argtypes = (ctypes.c_void_p,)
+    call.restype = ctypes.c_size_t
+
+    def canceling(endpoint: Any) -> int:
+        return int(call(endpoint.ucxx_ptr))
+
+    return canceling
+
+
+def _canceling_none(endpoint: Any) -> int:
+    """Nothing that could be waited for."""
+    return 0
 
 
 def _lanes_call(path: str, version: tuple[int, ...]) -> Callable[[Any], tuple[str, ...]]:

@@ -1,0 +1,5 @@
+"""Importing this loads UCX with our settings, and opens nothing: for processes that are forked."""
+
+from transfer.ucx.library import load
+
+LIBRARY = load()
