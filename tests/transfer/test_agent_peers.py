@@ -227,7 +227,7 @@ async def test_a_refusal_is_forgotten_with_the_process_that_it_was_about(
     other = await world.node("generation of another kind", NodeFacts(tokens_per_block=32))
     assert "tokens_per_block" in await failed(generation, misfit, "first")
     before = generation.agent.refusals
-    assert set(before) == {str(misfit.info.incarnation)}
+    assert set(before) == {str(misfit.info.rank_id)}
     assert set(misfit.agent.refusals) == {str(generation.info.rank_id)}
     await misfit.agent.close()
     if what == "its death is told":
@@ -238,7 +238,7 @@ async def test_a_refusal_is_forgotten_with_the_process_that_it_was_about(
     await Transfer("r", [1], [2]).run(again, generation)
     assert generation.agent.refusals == {}
     assert "tokens_per_block" in await failed(other, again)
-    assert set(before) == {str(misfit.info.incarnation)}, "what was read before has changed"
+    assert set(before) == {str(misfit.info.rank_id)}, "what was read before has changed"
 
 
 async def test_a_restarted_worker_at_the_same_address_is_not_its_predecessor(

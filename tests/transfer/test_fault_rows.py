@@ -92,7 +92,7 @@ ROWS = {
             (PAUSES, "test_a_stopped_context_rank_writes_no_page_after_it_was_given_up"),
             ("transfer/test_agent_transfers.py", "test_deadlines_pass_without_traffic"),
             (
-                "sim/test_transfer_sessions.py",
+                "sim/test_transfer_worlds.py",
                 "test_silence_ends_the_session_with_no_other_traffic",
             ),
         ),

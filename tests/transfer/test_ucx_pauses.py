@@ -143,7 +143,7 @@ async def test_a_stopped_context_rank_holds_up_nobody_who_dials_it() -> None:
         context.signal(signal.SIGSTOP)
         node.agent.grant("r", (context.address,), 10, 300)
         end = await node.engine.expect(SessionEnded, "r")
-        assert end.reason.endswith("no connection")
+        assert "no connection" in end.reason
         context.signal(signal.SIGCONT)
         await start_request(node, context, "next#3", FIRST)
         await complete(node, "next#3", FIRST)
