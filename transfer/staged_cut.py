@@ -33,12 +33,12 @@ def staged_messages(blocks: int, block_bytes: int, message_bytes: int) -> int:
 
 
 def staged_lengths(blocks: int, block_bytes: int, message_bytes: int) -> Slots:
-    """Blocks of each message, int32: as many as one takes, the rest in the last."""
-    most = most_blocks(block_bytes, message_bytes)
-    lengths = np.full(staged_messages(blocks, block_bytes, message_bytes), most, dtype=np.int32)
-    if blocks % most:
-        lengths[-1] = blocks % most
-    return lengths
+    """Blocks of each message, int32: as few messages as can be, of one length but for a block that
+    the first ones have less; a short message costs as much beside its bytes as a long one.
+    """
+    count = staged_messages(blocks, block_bytes, message_bytes)
+    ends = np.arange(count + 1, dtype=np.int64) * blocks // max(count, 1)
+    return np.diff(ends).astype(np.int32)
 
 
 def staged_pieces(

@@ -8,10 +8,10 @@ layout. All index arithmetic is of 64 bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -32,7 +32,7 @@ class UnitIndex:
     """Units of a pool in the order of a message: of each slot the same ones."""
 
     slots: torch.Tensor
-    """int64 ``[blocks]``."""
+    """int32 ``[blocks]``."""
     units: torch.Tensor
     """int64 ``[units of a block]``, counted from the slot's first."""
     slot_units: int
@@ -40,7 +40,7 @@ class UnitIndex:
 
     def rows(self) -> torch.Tensor:
         """Units of the whole pool, int64 ``[blocks * units of a block]``."""
-        return (self.slots[:, None] * self.slot_units + self.units).view(-1)
+        return (self.slots.long()[:, None] * self.slot_units + self.units).view(-1)
 
 
 class UnitMover(Protocol):
@@ -84,8 +84,7 @@ class DeviceCopies(PageCopies[torch.Tensor]):
     ) -> None:
         """Raise ValueError for what :meth:`gather` refuses."""
         _check_message(plan, message, slots)
-        for part in plan.parts:
-            _check_pool(part.sender, part.unit_bytes, pools[part.sender.pool], slots)
+        _check_pools(((part.sender, part.unit_bytes) for part in plan.parts), pools, slots)
 
     @override
     def check_scatter(
@@ -93,8 +92,7 @@ class DeviceCopies(PageCopies[torch.Tensor]):
     ) -> None:
         """Raise ValueError for what :meth:`scatter` refuses."""
         _check_message(plan, message, slots)
-        for part in plan.parts:
-            _check_pool(part.receiver, part.unit_bytes, pools[part.receiver.pool], slots)
+        _check_pools(((part.receiver, part.unit_bytes) for part in plan.parts), pools, slots)
 
     @override
     def gather(
@@ -126,8 +124,7 @@ class DeviceCopies(PageCopies[torch.Tensor]):
         """
         if not len(slots):
             return
-        # A copy: slots that came with a message may not be writable, which torch does not take.
-        place = _uploaded(slots.astype(np.int64), message.device)
+        place = _uploaded(slots, message.device)
         for part, start, end in plan.part_bytes(len(slots)):
             yield part, place, message[start:end]
 
@@ -152,9 +149,14 @@ class DeviceCopies(PageCopies[torch.Tensor]):
         return pool.view(-1).view(word), piece.view(word), index
 
 
-def _uploaded(values: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    # What is read from memory that is not pinned has been read when the call returns.
-    return torch.from_numpy(values).to(device, non_blocking=True)
+def _uploaded(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """On the device when what is queued next runs, and not waited for: torch keeps the pinned
+    memory until it was read.
+    """
+    kind = torch.int32 if values.dtype == np.int32 else torch.int64
+    here = torch.empty(len(values), dtype=kind, pin_memory=device.type == "cuda")
+    here.numpy()[:] = values
+    return here.to(device, non_blocking=True)
 
 
 def _check_message(plan: CopyPlan, message: torch.Tensor, slots: Slots) -> None:
@@ -166,15 +168,19 @@ def _check_message(plan: CopyPlan, message: torch.Tensor, slots: Slots) -> None:
         )
 
 
-def _check_pool(side: CopySide, unit_bytes: int, pool: torch.Tensor, slots: Slots) -> None:
-    slot_bytes = side.slot_units * unit_bytes
-    if pool.shape[1] != slot_bytes or not pool.is_contiguous():
-        raise ValueError(
-            f"pool {side.pool}: expected contiguous slots of {slot_bytes} bytes, got "
-            f"{list(pool.shape)} with strides {list(pool.stride())}"
-        )
-    if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < len(pool):
-        raise ValueError(
-            f"pool {side.pool} has {len(pool)} slots, got slots from {int(slots.min())} to "
-            f"{int(slots.max())}"
-        )
+def _check_pools(
+    sides: Iterable[tuple[CopySide, int]], pools: Sequence[torch.Tensor], slots: Slots
+) -> None:
+    lowest, highest = (int(slots.min()), int(slots.max())) if len(slots) else (0, -1)
+    for side, unit_bytes in sides:
+        pool = pools[side.pool]
+        slot_bytes = side.slot_units * unit_bytes
+        if pool.shape[1] != slot_bytes or not pool.is_contiguous():
+            raise ValueError(
+                f"pool {side.pool}: expected contiguous slots of {slot_bytes} bytes, got "
+                f"{list(pool.shape)} with strides {list(pool.stride())}"
+            )
+        if lowest < 0 or highest >= len(pool):
+            raise ValueError(
+                f"pool {side.pool} has {len(pool)} slots, got slots from {lowest} to {highest}"
+            )

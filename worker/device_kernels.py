@@ -35,7 +35,7 @@ def _gather(  # noqa: PLR0913
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     valid = place < words
     row = place // UNIT_WORDS
-    slot = tl.load(slots + row // block_units, mask=valid, other=0)
+    slot = tl.load(slots + row // block_units, mask=valid, other=0).to(tl.int64)
     unit = tl.load(units + row % block_units, mask=valid, other=0)
     origin = (slot * slot_units + unit) * UNIT_WORDS + place % UNIT_WORDS
     tl.store(message + place, tl.load(pool + origin, mask=valid), mask=valid)
@@ -56,7 +56,7 @@ def _scatter(  # noqa: PLR0913
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     valid = place < words
     row = place // UNIT_WORDS
-    slot = tl.load(slots + row // block_units, mask=valid, other=0)
+    slot = tl.load(slots + row // block_units, mask=valid, other=0).to(tl.int64)
     unit = tl.load(units + row % block_units, mask=valid, other=0)
     target = (slot * slot_units + unit) * UNIT_WORDS + place % UNIT_WORDS
     tl.store(pool + target, tl.load(message + place, mask=valid), mask=valid)
@@ -69,8 +69,8 @@ class TritonUnits(UnitMover):
         """Compile the usual kernels, so that no transfer has to wait for that."""
         word = WORDS[max(WORDS)]
         pool = torch.zeros((1, PIECE_BYTES // word.itemsize), dtype=word, device=device)
-        first = torch.zeros(1, dtype=torch.int64, device=device)
-        index = UnitIndex(first, first, 1, pool.shape[1])
+        slots = torch.zeros(1, dtype=torch.int32, device=device)
+        index = UnitIndex(slots, slots.long(), 1, pool.shape[1])
         message = torch.empty_like(pool).view(-1)
         self.gather(pool.view(-1), index, message)
         self.scatter(message, pool.view(-1), index)

@@ -13,6 +13,8 @@ its passes over the bytes, beside the message, by what the agents copied; the bo
 ``raw + passes * bytes / copy bandwidth``. With several ranks on a side the raw message is one of an
 equal share for each pair of ranks, all at once.
 
+With several GPUs each instance has its own half of them, whose ranks take them in turn.
+
 Bytes are compared in a round of their own. Streams share slots where the pools, as large as the
 longest prompt, cannot hold them apart (``apart`` in the result).
 """

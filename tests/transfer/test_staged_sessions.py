@@ -69,10 +69,10 @@ def test_groups_whose_layouts_differ_are_staged_whatever_messages_cost() -> None
     session = shipping(MIXED_PLAN, TransferCosts(message_us=0))
     commands = session.handle(ship(0, 4), 0)
     # Blocks 1 to 3 of group 0 in two messages, of group 1 block 3 whole.
-    assert sent(commands) == [chunk(stages(1, 4, [2, 1]), runs(2, 4, [1]))]
+    assert sent(commands) == [chunk(stages(1, 4, [1, 2]), runs(2, 4, [1]))]
     (sends,) = of_type(commands, PostSends)
     *staged, whole = sends.posts
-    for post, slots in zip(staged, ([11, 12], [13]), strict=True):
+    for post, slots in zip(staged, ([11], [12, 13]), strict=True):
         assert isinstance(post.region, Staged)
         assert (post.region.group, post.region.slots.tolist()) == (0, slots)
         assert post.size_bytes == len(slots) * 80
@@ -82,7 +82,7 @@ def test_groups_whose_layouts_differ_are_staged_whatever_messages_cost() -> None
 def test_short_runs_are_staged_where_that_pays() -> None:
     commands = shipping(STAGING_PLAN, DEAR_MESSAGES).handle(ship(0, 4), 0)
     # Two runs in two pools become two messages; a single message stays as it is.
-    assert sent(commands) == [chunk(stages(1, 4, [2, 1]), runs(2, 4, [1]))]
+    assert sent(commands) == [chunk(stages(1, 4, [1, 2]), runs(2, 4, [1]))]
     commands = shipping(STAGING_PLAN, TransferCosts(message_us=0)).handle(ship(0, 4), 0)
     assert sent(commands) == [chunk(runs(1, 4, [2, 1]), runs(2, 4, [1]))]
 

@@ -103,7 +103,7 @@ async def test_pages_on_a_gpu_are_staged_between_processes(there: int, message_u
             node.memory.download()
             await complete(node, name, slots)
         print(f"{BLOCKS} blocks of 8 MiB over {set(node.agent.lanes.values())}: {took_ms:.1f} ms")
-        assert node.agent.lanes == {str(context.address.incarnation): "cuda_ipc"}
+        assert node.agent.lanes == {f"{context.address.incarnation}/0": "cuda_ipc"}
         assert await context.finish() == 0
 
 
