@@ -37,6 +37,7 @@ class UnitIndex:
     """int64 ``[units of a block]``, counted from the slot's first."""
     slot_units: int
     unit_words: int
+    word_bytes: int
 
     def rows(self) -> torch.Tensor:
         """Units of the whole pool, int64 ``[blocks * units of a block]``."""
@@ -44,8 +45,8 @@ class UnitIndex:
 
 
 class UnitMover(Protocol):
-    """Moves units between one pool and one message, both contiguous, ``[words]``. Operations are
-    queued in the current stream.
+    """Moves units between one pool and one message, both contiguous, uint8, with addresses and
+    bytes that ``index.word_bytes`` divides. Operations are queued in the current stream.
     """
 
     def gather(self, pool: torch.Tensor, index: UnitIndex, message: torch.Tensor) -> None:
@@ -60,13 +61,16 @@ class IndexedUnits(UnitMover):
 
     @override
     def gather(self, pool: torch.Tensor, index: UnitIndex, message: torch.Tensor) -> None:
-        rows, target = pool.view(-1, index.unit_words), message.view(-1, index.unit_words)
+        rows, target = _rows(pool, index), _rows(message, index)
         torch.index_select(rows, 0, index.rows(), out=target)
 
     @override
     def scatter(self, message: torch.Tensor, pool: torch.Tensor, index: UnitIndex) -> None:
-        rows = pool.view(-1, index.unit_words)
-        rows.index_copy_(0, index.rows(), message.view(-1, index.unit_words))
+        _rows(pool, index).index_copy_(0, index.rows(), _rows(message, index))
+
+
+def _rows(memory: torch.Tensor, index: UnitIndex) -> torch.Tensor:
+    return memory.view(-1).view(WORDS[index.word_bytes]).view(-1, index.unit_words)
 
 
 class DeviceCopies(PageCopies[torch.Tensor]):
@@ -102,8 +106,7 @@ class DeviceCopies(PageCopies[torch.Tensor]):
         self.check_gather(plan, pools, slots, message)
         for part, place, piece in self._parts(plan, slots, message):
             pool = pools[part.sender.pool]
-            words, target, index = self._words(part, part.sender, pool, piece, place)
-            self._mover.gather(words, index, target)
+            self._mover.gather(pool, self._index(part, part.sender, pool, piece, place), piece)
 
     @override
     def scatter(
@@ -113,8 +116,7 @@ class DeviceCopies(PageCopies[torch.Tensor]):
         self.check_scatter(plan, message, pools, slots)
         for part, place, piece in self._parts(plan, slots, message):
             pool = pools[part.receiver.pool]
-            words, source, index = self._words(part, part.receiver, pool, piece, place)
-            self._mover.scatter(source, words, index)
+            self._mover.scatter(piece, pool, self._index(part, part.receiver, pool, piece, place))
 
     def _parts(
         self, plan: CopyPlan, slots: Slots, message: torch.Tensor
@@ -126,27 +128,26 @@ class DeviceCopies(PageCopies[torch.Tensor]):
             return
         place = _uploaded(slots, message.device)
         for part, start, end in plan.part_bytes(len(slots)):
-            yield part, place, message[start:end]
+            yield part, place, message if len(plan.parts) == 1 else message[start:end]
 
-    def _words(
+    def _index(
         self,
         part: CopyPart,
         side: CopySide,
         pool: torch.Tensor,
         piece: torch.Tensor,
         slots: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, UnitIndex]:
-        """Pool and message in words, and which units move."""
+    ) -> UnitIndex:
+        """Which units move between this pool and this piece."""
         unit_bytes = gcd(part.unit_bytes, PIECE_BYTES)
         size = gcd(max(WORDS), unit_bytes, pool.data_ptr(), piece.data_ptr())
-        word, pieces = WORDS[size], part.unit_bytes // unit_bytes
+        pieces = part.unit_bytes // unit_bytes
         units = self._pieces.get(side)
         if units is None:
             starts = side.units[:, np.newaxis] * pieces
             units = _uploaded((starts + np.arange(pieces)).reshape(-1), pool.device)
             self._pieces[side] = units
-        index = UnitIndex(slots, units, side.slot_units * pieces, unit_bytes // size)
-        return pool.view(-1).view(word), piece.view(word), index
+        return UnitIndex(slots, units, side.slot_units * pieces, unit_bytes // size, size)
 
 
 def _uploaded(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:

@@ -5,11 +5,11 @@ Why a pass reads and writes the right bytes. *Pages before a gather*: pages are 
 step has returned, and the executor waits for the device before it returns, as does the storage
 after each copy; so whatever wrote them is over on the device before a pass is asked for, and no
 stream has to be ordered behind another. *Pass after pass*: one stream runs them in the order asked
-for. *After a pass*: a thread waits for the device before the pass counts as over, so a gathered message may be sent by UCX, on streams that nothing here knows,
-and scattered pages may be read by any later step. *Messages* are allocated for a stream on which
-nothing else ever is: torch's allocator, which gives memory again to the stream that it was freed
-from, can only give one message's memory to another, never that of a tensor which a kernel in flight
-still uses.
+for. *After a pass*: a thread waits for the device before the pass counts as over, so a gathered
+message may be sent by UCX, on streams that nothing here knows, and scattered pages may be read by
+any later step. *Messages* are allocated for a stream on which nothing else ever is: torch's
+allocator, which gives memory again to the stream that it was freed from, can only give one
+message's memory to another, never that of a tensor which a kernel in flight still uses.
 """
 
 from __future__ import annotations
@@ -24,10 +24,18 @@ from transfer.page_staging import PoolStaging
 from transfer.passes import PassOver, PassRunner, PassThread
 from worker.device_copies import DeviceCopies, IndexedUnits
 
-DEVICE_MESSAGE_BYTES: Final = 64 << 20
-"""A message costs either process some 150 us of the interpreter, the time of 50 MB between two GPUs;
-four such buffers a pair are 256 MiB.
+DEVICE_MESSAGE_BYTES: Final = 128 << 20
+"""A message costs either process some 300 us of the interpreter, the time of 100 MB between two
+GPUs.
 """
+MESSAGES_IN_MEMORY: Final = 1024
+"""A device's memory over the largest message: the four buffers of a pair are 0.4 % of it."""
+MIB: Final = 1 << 20
+
+
+def message_bytes_of(memory_bytes: int) -> int:
+    """Largest message that suits a device of so much memory, in whole MiB."""
+    return min(DEVICE_MESSAGE_BYTES, max(MIB, memory_bytes // MESSAGES_IN_MEMORY // MIB * MIB))
 
 
 class PassEnd(Protocol):
@@ -39,6 +47,10 @@ class PassEnd(Protocol):
 
 class PassDevice(Protocol):
     """Where passes run and messages lie."""
+
+    @property
+    def message_bytes(self) -> int:
+        """Most bytes of a message of more than one block."""
 
     def empty(self, size_bytes: int) -> torch.Tensor:
         """New memory, uint8 ``[size_bytes]``, that nothing queued uses. Raises MemoryError."""
@@ -60,6 +72,11 @@ class _Deferred(PassEnd):
 
 class HostDevice(PassDevice):
     """torch on the CPU, where nothing is queued: a pass runs while its end is waited for."""
+
+    @property
+    @override
+    def message_bytes(self) -> int:
+        return DEVICE_MESSAGE_BYTES
 
     @override
     def empty(self, size_bytes: int) -> torch.Tensor:
@@ -90,6 +107,13 @@ class CudaDevice(PassDevice):
         # A few short kernels between those of a step, which would keep them waiting otherwise.
         self._passes = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._messages = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        memory_bytes = torch.cuda.get_device_properties(device).total_memory
+        self._message_bytes = message_bytes_of(memory_bytes)
+
+    @property
+    @override
+    def message_bytes(self) -> int:
+        return self._message_bytes
 
     @override
     def empty(self, size_bytes: int) -> torch.Tensor:
@@ -154,7 +178,7 @@ class DeviceStaging(PoolStaging[torch.Tensor]):
     @property
     @override
     def message_bytes(self) -> int:
-        return DEVICE_MESSAGE_BYTES
+        return self._device.message_bytes
 
     @override
     def message(self, size_bytes: int) -> torch.Tensor:

@@ -26,6 +26,7 @@ from worker.device_staging import (
     HostDevice,
     PassDevice,
     PassEnd,
+    message_bytes_of,
 )
 
 SIDE = GroupSide(0, 0, (16,))
@@ -111,6 +112,14 @@ async def test_what_does_not_fit_is_refused_at_once(device: str) -> None:
     assert passes.told == [("good", "")]
 
 
+@pytest.mark.parametrize(
+    ("memory_bytes", "message_bytes"),
+    [(150 << 30, 128 << 20), (80 << 30, 80 << 20), (25_757 << 20, 25 << 20), (1 << 20, 1 << 20)],
+)
+def test_messages_are_a_small_part_of_the_memory(memory_bytes: int, message_bytes: int) -> None:
+    assert message_bytes_of(memory_bytes) == message_bytes
+
+
 async def test_a_failure_is_told_and_the_next_pass_runs() -> None:
     class Failing(IndexedUnits):
         failures = 1
@@ -136,6 +145,11 @@ async def test_the_loop_and_the_next_pass_go_on_while_a_device_is_busy() -> None
         def __init__(self) -> None:
             self.free = threading.Event()
             self.begun: list[Callable[[], None]] = []
+
+        @property
+        @override
+        def message_bytes(self) -> int:
+            return 64
 
         @override
         def empty(self, size_bytes: int) -> torch.Tensor:
