@@ -14,7 +14,19 @@ STAGING_MESSAGE_BYTES: Final = 4 << 20
 """Most bytes of a staged message of more than one block, in host memory: few messages, and short
 waits while one is copied. Other memories say what suits them; a pair takes the smaller.
 """
+DEVICE_MESSAGE_BYTES: Final = 128 << 20
+"""The same on a device: a message costs either process some 300 us of the interpreter, the time of
+100 MB between two GPUs.
+"""
+MESSAGES_IN_MEMORY: Final = 1024
+"""A device's memory over its largest message: the four buffers of a pair are 0.4 % of it."""
+MIB: Final = 1 << 20
 Slots = npt.NDArray[np.int32]
+
+
+def device_message_bytes(memory_bytes: int) -> int:
+    """Largest message that suits a device of so much memory, in whole MiB."""
+    return min(DEVICE_MESSAGE_BYTES, max(MIB, memory_bytes // MESSAGES_IN_MEMORY // MIB * MIB))
 
 
 def most_blocks(block_bytes: int, message_bytes: int) -> int:

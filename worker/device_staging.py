@@ -15,27 +15,15 @@ message's memory to another, never that of a tensor which a kernel in flight sti
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Protocol
+from typing import Protocol
 
 import torch
 from typing_extensions import override
 
+from transfer import staged_cut
 from transfer.page_staging import PoolStaging
 from transfer.passes import PassOver, PassRunner, PassThread
 from worker.device_copies import DeviceCopies, IndexedUnits
-
-DEVICE_MESSAGE_BYTES: Final = 128 << 20
-"""A message costs either process some 300 us of the interpreter, the time of 100 MB between two
-GPUs.
-"""
-MESSAGES_IN_MEMORY: Final = 1024
-"""A device's memory over the largest message: the four buffers of a pair are 0.4 % of it."""
-MIB: Final = 1 << 20
-
-
-def message_bytes_of(memory_bytes: int) -> int:
-    """Largest message that suits a device of so much memory, in whole MiB."""
-    return min(DEVICE_MESSAGE_BYTES, max(MIB, memory_bytes // MESSAGES_IN_MEMORY // MIB * MIB))
 
 
 class PassEnd(Protocol):
@@ -76,7 +64,7 @@ class HostDevice(PassDevice):
     @property
     @override
     def message_bytes(self) -> int:
-        return DEVICE_MESSAGE_BYTES
+        return staged_cut.DEVICE_MESSAGE_BYTES
 
     @override
     def empty(self, size_bytes: int) -> torch.Tensor:
@@ -108,7 +96,7 @@ class CudaDevice(PassDevice):
         self._passes = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._messages = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         memory_bytes = torch.cuda.get_device_properties(device).total_memory
-        self._message_bytes = message_bytes_of(memory_bytes)
+        self._message_bytes = staged_cut.device_message_bytes(memory_bytes)
 
     @property
     @override

@@ -38,7 +38,6 @@ from transfer.costs import TransferCosts
 from transfer.deadlines import TransferLimits
 from transfer.inprocess import InProcessTransport, Network
 from transfer.outcome import Outcome
-from worker import device_staging
 from worker.device_staging import HostDevice, PassEnd
 
 BLOCK_BYTES = 4096 + 1024 + 2048
@@ -106,7 +105,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two buffers of two blocks of the larger group, five of the other."""
     monkeypatch.setattr(staging_buffers, "STAGING_BUFFERS", 2)
     monkeypatch.setattr(staged_cut, "STAGING_MESSAGE_BYTES", BUFFER_BYTES)
-    monkeypatch.setattr(device_staging, "DEVICE_MESSAGE_BYTES", BUFFER_BYTES)
+    monkeypatch.setattr(staged_cut, "DEVICE_MESSAGE_BYTES", BUFFER_BYTES)
 
 
 @pytest.fixture

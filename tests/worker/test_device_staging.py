@@ -18,15 +18,14 @@ from typing_extensions import override
 from tests.support.devices import DEVICES, usable
 from transfer.copy_plan import CopyPlan
 from transfer.plan import Fragment, GroupPlan, GroupSide
+from transfer.staged_cut import DEVICE_MESSAGE_BYTES
 from worker.device_copies import DeviceCopies, IndexedUnits, UnitIndex
 from worker.device_staging import (
-    DEVICE_MESSAGE_BYTES,
     CudaDevice,
     DeviceStaging,
     HostDevice,
     PassDevice,
     PassEnd,
-    message_bytes_of,
 )
 
 SIDE = GroupSide(0, 0, (16,))
@@ -110,14 +109,6 @@ async def test_what_does_not_fit_is_refused_at_once(device: str) -> None:
     staging.gather(HALVES, 0, SLOTS, message, passes.over("good"))
     await passes.expect(1)
     assert passes.told == [("good", "")]
-
-
-@pytest.mark.parametrize(
-    ("memory_bytes", "message_bytes"),
-    [(150 << 30, 128 << 20), (80 << 30, 80 << 20), (25_757 << 20, 25 << 20), (1 << 20, 1 << 20)],
-)
-def test_messages_are_a_small_part_of_the_memory(memory_bytes: int, message_bytes: int) -> None:
-    assert message_bytes_of(memory_bytes) == message_bytes
 
 
 async def test_a_failure_is_told_and_the_next_pass_runs() -> None:
