@@ -210,13 +210,16 @@ class PairPosts:
 
         self._gathers.append(gather)
         self._begin_pass()
-        # The loop does other things between two gathers: first of all it sends what is full.
         self._pausing = True
-        self._schedule.soon(self._go_on)
         try:
             staging.gather(piece, gather.message, over)
         except ValueError as error:
             over(str(error))
+        if gather.failure is None:
+            self._pausing = False
+        else:
+            # It was over at once: the loop does other things between two such gathers.
+            self._schedule.soon(self._go_on)
 
     def _post_gathered(self, staging: PairStaging) -> None:
         """Post what is full, in order."""
