@@ -44,9 +44,7 @@ _Order = tuple[asyncio.AbstractEventLoop, Callable[[], None], PassOver]
 
 
 class PassThread(PassRunner):
-    """In one thread, which ends with this object. A queue and no executor: a pass of a device takes
-    less time than the futures of one.
-    """
+    """In one thread, which ends with this object. No executor: that makes two futures a pass."""
 
     def __init__(self) -> None:
         self._orders: Final[SimpleQueue[_Order | None]] = SimpleQueue()

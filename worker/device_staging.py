@@ -118,13 +118,15 @@ class CudaDevice(PassDevice):
     def begin(self, work: Callable[[], None]) -> PassEnd:
         failure: Exception | None = None
         over = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._passes):
-            try:
-                work()
-            except Exception as error:  # noqa: BLE001
-                # Told by the end: what was queued before it touches pages too.
-                failure = error
-            over.record(self._passes)
+        try:
+            with torch.cuda.stream(self._passes):
+                try:
+                    work()
+                finally:
+                    # What was queued before a failure touches pages too.
+                    over.record(self._passes)
+        except Exception as error:  # noqa: BLE001 (the end tells it)
+            failure = error
         return _Recorded(over, failure)
 
 
