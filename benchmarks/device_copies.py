@@ -28,7 +28,7 @@ from transfer.copy_plan import CopyPlan, Slots
 from transfer.plan import Fragment, GroupPlan, GroupSide
 from transfer.staging_buffers import STAGING_BUFFERS
 from worker.device_copies import DeviceCopies, IndexedUnits
-from worker.device_staging import DEVICE_MESSAGE_BYTES, DeviceStaging
+from worker.device_staging import DeviceStaging
 
 PAGE_BYTES: Final = 64 * 8 * 128 * 2
 PAGES: Final = 36 * 2
@@ -195,7 +195,11 @@ class Bench:
             else:
                 staging.gather(plan, 0, sender[:1], buffers[number][: plan.block_bytes], over)
 
-        found: dict[str, Any] = {"layout": layout.name, "message_bytes": message_bytes}
+        found: dict[str, Any] = {
+            "layout": layout.name,
+            "staging_message_bytes": staging.message_bytes,
+            "message_bytes": message_bytes,
+        }
         for way in ("gather", "scatter"):
             together = await _rate(start, way, STAGING_BUFFERS)
             found[f"{way}_gb_s"] = round(STAGING_BUFFERS * message_bytes / together / 1e9, 1)
@@ -273,7 +277,6 @@ def main() -> None:
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
             "moved_by": "torch" if arguments.torch or device.type != "cuda" else "kernels",
             "copy_gb_s": max(case["copy_gb_s"] for case in cases),
-            "staging_message_bytes": DEVICE_MESSAGE_BYTES,
             "cases": cases,
             "staged": staged,
         },

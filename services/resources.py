@@ -20,6 +20,7 @@ from services.config import ServeConfig
 from services.environment import child_environment
 from services.errors import ConfigError, StartError
 from services.units import format_bytes
+from transfer.staging_buffers import device_staging_bytes
 from worker.messages import WorkerRole
 
 CPU_MEMORY_SHARE: Final = 0.25
@@ -77,6 +78,8 @@ def plan_instances(
         gpu_fraction = int(1_000 / per_gpu) / 1_000
         smallest = min(gpu.free_bytes for gpu in machine.gpus)
         share = int(smallest * GPU_MEMORY_SHARE) // per_gpu - weights_bytes - GPU_ACTIVATION_BYTES
+        # Any instance may move pages to or from any other.
+        share -= device_staging_bytes(smallest, count - 1)
     else:
         share = int(machine.available_bytes * CPU_MEMORY_SHARE) // count - config.host_cache_bytes
     if config.kv_cache_bytes is None and share < MIN_KV_CACHE_BYTES:

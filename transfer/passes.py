@@ -8,9 +8,12 @@ the event loop falls from 7-27 ms to 3-10. A device has to be waited for anyway.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import threading
+import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Final, Protocol
 
 from typing_extensions import override
@@ -37,21 +40,40 @@ class AtOnce(PassRunner):
         over("")
 
 
+_Order = tuple[asyncio.AbstractEventLoop, Callable[[], None], PassOver]
+
+
 class PassThread(PassRunner):
-    """In one thread, which ends with this object."""
+    """In one thread, which ends with this object. No executor: that makes two futures a pass."""
 
     def __init__(self) -> None:
-        self._thread: Final = ThreadPoolExecutor(1, "pageferry-staging")
+        self._orders: Final[SimpleQueue[_Order | None]] = SimpleQueue()
+        weakref.finalize(self, self._orders.put, None)
+        threading.Thread(
+            target=_run, args=(self._orders,), name="pageferry-staging", daemon=True
+        ).start()
 
     @override
     def start(self, work: Callable[[], None], over: PassOver) -> None:
-        done = asyncio.get_running_loop().run_in_executor(self._thread, work)
-        done.add_done_callback(lambda ended: over(_failure(ended)))
+        self._orders.put((asyncio.get_running_loop(), work, over))
 
 
-def _failure(ended: asyncio.Future[None]) -> str:
-    error = ended.exception()
-    if error is None:
-        return ""
-    logger.error("a pass over pages failed", exc_info=error)
-    return f"{type(error).__name__}: {error}"
+def _run(orders: SimpleQueue[_Order | None]) -> None:
+    """The thread. It must not hold the object that it ends with."""
+    while (order := orders.get()) is not None:
+        loop, work, over = order
+        failure = _failure(work)
+        # A loop that is closed has nobody left to tell.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(over, failure)
+        # What a pass holds ends with it, not with the next one.
+        del order, loop, work, over
+
+
+def _failure(work: Callable[[], None]) -> str:
+    try:
+        work()
+    except Exception as error:
+        logger.exception("a pass over pages failed")
+        return f"{type(error).__name__}: {error}"
+    return ""

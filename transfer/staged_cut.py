@@ -15,7 +15,19 @@ STAGING_MESSAGE_BYTES: Final = 16 << 20
 model of two ranks (4.5 MiB) take a tenth less processor time in such messages than one by one.
 Other memories say what suits them; a pair takes the smaller.
 """
+DEVICE_MESSAGE_BYTES: Final = 128 << 20
+"""The same on a device: a message costs either process some 300 us of the interpreter, the time of
+100 MB between two GPUs.
+"""
+MESSAGES_IN_MEMORY: Final = 1024
+"""A device's memory over its largest message: the four buffers of a pair are 0.4 % of it."""
+MIB: Final = 1 << 20
 Slots = npt.NDArray[np.int32]
+
+
+def device_message_bytes(memory_bytes: int) -> int:
+    """Largest message that suits a device of so much memory, in whole MiB."""
+    return min(DEVICE_MESSAGE_BYTES, max(MIB, memory_bytes // MESSAGES_IN_MEMORY // MIB * MIB))
 
 
 def most_blocks(block_bytes: int, message_bytes: int) -> int:
@@ -34,12 +46,12 @@ def staged_messages(blocks: int, block_bytes: int, message_bytes: int) -> int:
 
 
 def staged_lengths(blocks: int, block_bytes: int, message_bytes: int) -> Slots:
-    """Blocks of each message, int32: as many as one takes, the rest in the last."""
-    most = most_blocks(block_bytes, message_bytes)
-    lengths = np.full(staged_messages(blocks, block_bytes, message_bytes), most, dtype=np.int32)
-    if blocks % most:
-        lengths[-1] = blocks % most
-    return lengths
+    """Blocks of each message, int32: as few messages as can be, of one length but for a block that
+    the first ones have less; a short message costs as much beside its bytes as a long one.
+    """
+    count = staged_messages(blocks, block_bytes, message_bytes)
+    ends = np.arange(count + 1, dtype=np.int64) * blocks // max(count, 1)
+    return np.diff(ends).astype(np.int32)
 
 
 def staged_pieces(

@@ -10,11 +10,19 @@ import logging
 from typing import Any, Final
 
 from transfer.page_staging import PageStaging
+from transfer.staged_cut import device_message_bytes
 
 logger = logging.getLogger(__name__)
 
 STAGING_BUFFERS: Final = 4
 """Of a pair: one is copied while others are under way."""
+
+
+def device_staging_bytes(memory_bytes: int, pairs: int) -> int:
+    """Most that the buffers of so many pairs take on a device of so much memory, where no block is
+    larger than a message.
+    """
+    return pairs * STAGING_BUFFERS * device_message_bytes(memory_bytes)
 
 
 class StagingBuffers:

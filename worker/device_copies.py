@@ -8,10 +8,10 @@ layout. All index arithmetic is of 64 bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -32,20 +32,21 @@ class UnitIndex:
     """Units of a pool in the order of a message: of each slot the same ones."""
 
     slots: torch.Tensor
-    """int64 ``[blocks]``."""
+    """int32 ``[blocks]``."""
     units: torch.Tensor
     """int64 ``[units of a block]``, counted from the slot's first."""
     slot_units: int
     unit_words: int
+    word_bytes: int
 
     def rows(self) -> torch.Tensor:
         """Units of the whole pool, int64 ``[blocks * units of a block]``."""
-        return (self.slots[:, None] * self.slot_units + self.units).view(-1)
+        return (self.slots.long()[:, None] * self.slot_units + self.units).view(-1)
 
 
 class UnitMover(Protocol):
-    """Moves units between one pool and one message, both contiguous, ``[words]``. Operations are
-    queued in the current stream.
+    """Moves units between one pool and one message, both contiguous, uint8, with addresses and
+    bytes that ``index.word_bytes`` divides. Operations are queued in the current stream.
     """
 
     def gather(self, pool: torch.Tensor, index: UnitIndex, message: torch.Tensor) -> None:
@@ -60,13 +61,16 @@ class IndexedUnits(UnitMover):
 
     @override
     def gather(self, pool: torch.Tensor, index: UnitIndex, message: torch.Tensor) -> None:
-        rows, target = pool.view(-1, index.unit_words), message.view(-1, index.unit_words)
+        rows, target = _rows(pool, index), _rows(message, index)
         torch.index_select(rows, 0, index.rows(), out=target)
 
     @override
     def scatter(self, message: torch.Tensor, pool: torch.Tensor, index: UnitIndex) -> None:
-        rows = pool.view(-1, index.unit_words)
-        rows.index_copy_(0, index.rows(), message.view(-1, index.unit_words))
+        _rows(pool, index).index_copy_(0, index.rows(), _rows(message, index))
+
+
+def _rows(memory: torch.Tensor, index: UnitIndex) -> torch.Tensor:
+    return memory.view(-1).view(WORDS[index.word_bytes]).view(-1, index.unit_words)
 
 
 class DeviceCopies(PageCopies[torch.Tensor]):
@@ -84,8 +88,7 @@ class DeviceCopies(PageCopies[torch.Tensor]):
     ) -> None:
         """Raise ValueError for what :meth:`gather` refuses."""
         _check_message(plan, message, slots)
-        for part in plan.parts:
-            _check_pool(part.sender, part.unit_bytes, pools[part.sender.pool], slots)
+        _check_pools(((part.sender, part.unit_bytes) for part in plan.parts), pools, slots)
 
     @override
     def check_scatter(
@@ -93,8 +96,7 @@ class DeviceCopies(PageCopies[torch.Tensor]):
     ) -> None:
         """Raise ValueError for what :meth:`scatter` refuses."""
         _check_message(plan, message, slots)
-        for part in plan.parts:
-            _check_pool(part.receiver, part.unit_bytes, pools[part.receiver.pool], slots)
+        _check_pools(((part.receiver, part.unit_bytes) for part in plan.parts), pools, slots)
 
     @override
     def gather(
@@ -104,8 +106,7 @@ class DeviceCopies(PageCopies[torch.Tensor]):
         self.check_gather(plan, pools, slots, message)
         for part, place, piece in self._parts(plan, slots, message):
             pool = pools[part.sender.pool]
-            words, target, index = self._words(part, part.sender, pool, piece, place)
-            self._mover.gather(words, index, target)
+            self._mover.gather(pool, self._index(part, part.sender, pool, piece, place), piece)
 
     @override
     def scatter(
@@ -115,8 +116,7 @@ class DeviceCopies(PageCopies[torch.Tensor]):
         self.check_scatter(plan, message, pools, slots)
         for part, place, piece in self._parts(plan, slots, message):
             pool = pools[part.receiver.pool]
-            words, source, index = self._words(part, part.receiver, pool, piece, place)
-            self._mover.scatter(source, words, index)
+            self._mover.scatter(piece, pool, self._index(part, part.receiver, pool, piece, place))
 
     def _parts(
         self, plan: CopyPlan, slots: Slots, message: torch.Tensor
@@ -126,35 +126,38 @@ class DeviceCopies(PageCopies[torch.Tensor]):
         """
         if not len(slots):
             return
-        # A copy: slots that came with a message may not be writable, which torch does not take.
-        place = _uploaded(slots.astype(np.int64), message.device)
+        place = _uploaded(slots, message.device)
         for part, start, end in plan.part_bytes(len(slots)):
-            yield part, place, message[start:end]
+            yield part, place, message if len(plan.parts) == 1 else message[start:end]
 
-    def _words(
+    def _index(
         self,
         part: CopyPart,
         side: CopySide,
         pool: torch.Tensor,
         piece: torch.Tensor,
         slots: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, UnitIndex]:
-        """Pool and message in words, and which units move."""
+    ) -> UnitIndex:
+        """Which units move between this pool and this piece."""
         unit_bytes = gcd(part.unit_bytes, PIECE_BYTES)
         size = gcd(max(WORDS), unit_bytes, pool.data_ptr(), piece.data_ptr())
-        word, pieces = WORDS[size], part.unit_bytes // unit_bytes
+        pieces = part.unit_bytes // unit_bytes
         units = self._pieces.get(side)
         if units is None:
             starts = side.units[:, np.newaxis] * pieces
             units = _uploaded((starts + np.arange(pieces)).reshape(-1), pool.device)
             self._pieces[side] = units
-        index = UnitIndex(slots, units, side.slot_units * pieces, unit_bytes // size)
-        return pool.view(-1).view(word), piece.view(word), index
+        return UnitIndex(slots, units, side.slot_units * pieces, unit_bytes // size, size)
 
 
-def _uploaded(values: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    # What is read from memory that is not pinned has been read when the call returns.
-    return torch.from_numpy(values).to(device, non_blocking=True)
+def _uploaded(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """On the device when what is queued next runs, and not waited for: torch keeps the pinned
+    memory until it was read.
+    """
+    kind = torch.int32 if values.dtype == np.int32 else torch.int64
+    here = torch.empty(len(values), dtype=kind, pin_memory=device.type == "cuda")
+    here.numpy()[:] = values
+    return here.to(device, non_blocking=True)
 
 
 def _check_message(plan: CopyPlan, message: torch.Tensor, slots: Slots) -> None:
@@ -166,15 +169,19 @@ def _check_message(plan: CopyPlan, message: torch.Tensor, slots: Slots) -> None:
         )
 
 
-def _check_pool(side: CopySide, unit_bytes: int, pool: torch.Tensor, slots: Slots) -> None:
-    slot_bytes = side.slot_units * unit_bytes
-    if pool.shape[1] != slot_bytes or not pool.is_contiguous():
-        raise ValueError(
-            f"pool {side.pool}: expected contiguous slots of {slot_bytes} bytes, got "
-            f"{list(pool.shape)} with strides {list(pool.stride())}"
-        )
-    if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < len(pool):
-        raise ValueError(
-            f"pool {side.pool} has {len(pool)} slots, got slots from {int(slots.min())} to "
-            f"{int(slots.max())}"
-        )
+def _check_pools(
+    sides: Iterable[tuple[CopySide, int]], pools: Sequence[torch.Tensor], slots: Slots
+) -> None:
+    lowest, highest = (int(slots.min()), int(slots.max())) if len(slots) else (0, -1)
+    for side, unit_bytes in sides:
+        pool = pools[side.pool]
+        slot_bytes = side.slot_units * unit_bytes
+        if pool.shape[1] != slot_bytes or not pool.is_contiguous():
+            raise ValueError(
+                f"pool {side.pool}: expected contiguous slots of {slot_bytes} bytes, got "
+                f"{list(pool.shape)} with strides {list(pool.stride())}"
+            )
+        if lowest < 0 or highest >= len(pool):
+            raise ValueError(
+                f"pool {side.pool} has {len(pool)} slots, got slots from {lowest} to {highest}"
+            )

@@ -1,67 +1,107 @@
-"""Staging of pages in torch pools: passes in a thread of their own, on a stream of their own.
+"""Staging of pages in torch pools: passes on a stream of their own, waited for in a thread of their
+own.
 
 Why a pass reads and writes the right bytes. *Pages before a gather*: pages are shipped when their
 step has returned, and the executor waits for the device before it returns, as does the storage
 after each copy; so whatever wrote them is over on the device before a pass is asked for, and no
-stream has to be ordered behind another. *After a pass*: its thread waits for the device before the
-pass counts as over, so a gathered message may be sent by UCX, on streams that nothing here knows,
-and scattered pages may be read by any later step. *Messages* are allocated for a stream on which
-nothing else ever is: torch's allocator, which gives memory again to the stream that it was freed
-from, can only give one message's memory to another, never that of a tensor which a kernel in flight
-still uses.
+stream has to be ordered behind another. *Pass after pass*: one stream runs them in the order asked
+for. *After a pass*: a thread waits for the device before the pass counts as over, so a gathered
+message may be sent by UCX, on streams that nothing here knows, and scattered pages may be read by
+any later step. *Messages* are allocated for a stream on which nothing else ever is: torch's
+allocator, which gives memory again to the stream that it was freed from, can only give one
+message's memory to another, never that of a tensor which a kernel in flight still uses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Protocol
+from typing import Protocol
 
 import torch
 from typing_extensions import override
 
+from transfer import staged_cut
 from transfer.page_staging import PoolStaging
 from transfer.passes import PassOver, PassRunner, PassThread
 from worker.device_copies import DeviceCopies, IndexedUnits
 
-DEVICE_MESSAGE_BYTES: Final = 32 << 20
-"""A message costs 70 us whatever its size, the time of 30 MB between two GPUs; four such buffers a
-pair are 128 MiB.
-"""
+
+class PassEnd(Protocol):
+    """The end of a pass that was begun."""
+
+    def wait(self) -> None:
+        """Return when the pass is over; raise what kept some of it from being queued."""
 
 
 class PassDevice(Protocol):
     """Where passes run and messages lie."""
 
+    @property
+    def message_bytes(self) -> int:
+        """Most bytes of a message of more than one block."""
+
     def empty(self, size_bytes: int) -> torch.Tensor:
         """New memory, uint8 ``[size_bytes]``, that nothing queued uses. Raises MemoryError."""
 
-    def run(self, work: Callable[[], None]) -> None:
-        """Carry out what ``work`` queues in the current stream, and wait for it."""
+    def begin(self, work: Callable[[], None]) -> PassEnd:
+        """Queue what ``work`` queues in the current stream, behind the passes begun before; the
+        device is not waited for. Called in one thread, the ends are waited for in another.
+        """
+
+
+class _Deferred(PassEnd):
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+
+    @override
+    def wait(self) -> None:
+        self._work()
 
 
 class HostDevice(PassDevice):
-    """torch on the CPU, where nothing is queued."""
+    """torch on the CPU, where nothing is queued: a pass runs while its end is waited for."""
+
+    @property
+    @override
+    def message_bytes(self) -> int:
+        return staged_cut.DEVICE_MESSAGE_BYTES
 
     @override
     def empty(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8)
 
     @override
-    def run(self, work: Callable[[], None]) -> None:
-        work()
+    def begin(self, work: Callable[[], None]) -> PassEnd:
+        return _Deferred(work)
+
+
+class _Recorded(PassEnd):
+    def __init__(self, event: torch.cuda.Event, failure: Exception | None) -> None:
+        self._event = event
+        self._failure = failure
+
+    @override
+    def wait(self) -> None:
+        self._event.synchronize()
+        if self._failure is not None:
+            raise self._failure
 
 
 class CudaDevice(PassDevice):
-    """One CUDA device. ``run`` is for one thread at a time; it sleeps while it waits, and does not
-    hold the interpreter.
-    """
+    """One CUDA device. Who waits for an end sleeps, and does not hold the interpreter."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # A few short kernels between those of a step, which would keep them waiting otherwise.
         self._passes = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._messages = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._over = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        memory_bytes = torch.cuda.get_device_properties(device).total_memory
+        self._message_bytes = staged_cut.device_message_bytes(memory_bytes)
+
+    @property
+    @override
+    def message_bytes(self) -> int:
+        return self._message_bytes
 
     @override
     def empty(self, size_bytes: int) -> torch.Tensor:
@@ -75,18 +115,25 @@ class CudaDevice(PassDevice):
             ) from error
 
     @override
-    def run(self, work: Callable[[], None]) -> None:
-        with torch.cuda.stream(self._passes):
-            try:
-                work()
-            finally:
-                # What was queued before a failure touches pages too.
-                self._over.record(self._passes)
-                self._over.synchronize()
+    def begin(self, work: Callable[[], None]) -> PassEnd:
+        failure: Exception | None = None
+        over = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        try:
+            with torch.cuda.stream(self._passes):
+                try:
+                    work()
+                finally:
+                    # What was queued before a failure touches pages too.
+                    over.record(self._passes)
+        except Exception as error:  # noqa: BLE001 (the end tells it)
+            failure = error
+        return _Recorded(over, failure)
 
 
 class DevicePasses(PassRunner):
-    """Passes in a thread that waits for the device."""
+    """Passes begun by whoever asks, so that the device goes from one to the next by itself, and
+    waited for in a thread.
+    """
 
     def __init__(self, device: PassDevice) -> None:
         self._device = device
@@ -94,7 +141,7 @@ class DevicePasses(PassRunner):
 
     @override
     def start(self, work: Callable[[], None], over: PassOver) -> None:
-        self._thread.start(lambda: self._device.run(work), over)
+        self._thread.start(self._device.begin(work).wait, over)
 
 
 class DeviceStaging(PoolStaging[torch.Tensor]):
@@ -115,13 +162,13 @@ class DeviceStaging(PoolStaging[torch.Tensor]):
         from worker.device_kernels import TritonUnits
 
         mover, cuda = TritonUnits(), CudaDevice(device)
-        cuda.run(lambda: mover.warm_up(device))
+        cuda.begin(lambda: mover.warm_up(device)).wait()
         return cls(pools, DeviceCopies(mover), cuda)
 
     @property
     @override
     def message_bytes(self) -> int:
-        return DEVICE_MESSAGE_BYTES
+        return self._device.message_bytes
 
     @override
     def message(self, size_bytes: int) -> torch.Tensor:

@@ -14,9 +14,9 @@ from transfer.passes import PassThread
 from transfer.transport import PageMemory
 from worker.device_staging import DeviceStaging
 
-DEVICE_COSTS: Final = TransferCosts(message_us=70.0, copy_bytes_per_us=1.6e6, pass_us=60.0)
-"""An H200's: a message over CUDA IPC, copies beside their start, and the start of a kernel with the
-wait for it (45 us) and for the threads that see to both.
+DEVICE_COSTS: Final = TransferCosts(message_us=90.0, copy_bytes_per_us=1.7e6, pass_us=150.0)
+"""An H200's: one more message over CUDA IPC, copies beside their start, and a pass over one block
+from the call to the callback (``benchmarks.device_copies``).
 """
 
 

@@ -15,6 +15,8 @@ raw message is one of an equal share for each pair of ranks, all at once.
 Pipelining: a prompt is shipped chunk by chunk while a prefill computes, each chunk for twice as
 long as it travels; what is left behind the last chunk, over the time of all of it at once.
 
+With several GPUs each instance has its own half of them, whose ranks take them in turn.
+
 Bytes are compared in a round of their own. Streams share slots where the pools, as large as the
 longest prompt, cannot hold them apart (``apart`` in the result). A run on a CPU is void, and exits
 with 1, when a raw message from 8k tokens on was under 2 GB/s; a run with a connection that is not

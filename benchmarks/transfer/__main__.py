@@ -137,7 +137,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs that the ranks take in turn")
+    parser.add_argument("--gpus", type=int, default=1, help="half for either instance")
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 1024, 8192, 32768])
     parser.add_argument("--tp", type=Shape.parse, nargs="+", default=["1->1", "2->1", "1->2"])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])

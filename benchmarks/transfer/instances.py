@@ -75,11 +75,20 @@ class Places:
     gpus: int
     pool_blocks: int
 
-    def environment(self, number: int) -> dict[str, str]:
-        """Of the process of rank ``number``, counted over both sides: it sees its own GPU only."""
+    def gpu(self, role: str, rank: int) -> int:
+        """Of a rank: context ranks take the first half of the GPUs in turn, generation ranks the
+        others, so that no page stays on its GPU; with one GPU every rank is there.
+        """
+        contexts = self.gpus // 2
+        if role == "context":
+            return rank % max(contexts, 1)
+        return contexts + rank % (self.gpus - contexts)
+
+    def environment(self, role: str, rank: int) -> dict[str, str]:
+        """Of the process of a rank: it sees its own GPU only."""
         if self.gpus < 2:
             return dict(os.environ)
-        return {**os.environ, "CUDA_VISIBLE_DEVICES": str(number % self.gpus)}
+        return {**os.environ, "CUDA_VISIBLE_DEVICES": str(self.gpu(role, rank))}
 
 
 @dataclass(frozen=True)
@@ -238,8 +247,8 @@ async def instances(shape: Shape, model: Model, places: Places) -> AsyncIterator
                     token=token,
                     nonce=nonces[role],
                 )
-                environment = places.environment(sum(len(side) for side in ranks.values()))
-                ranks[role].append(await RankProcess.spawn(spec, environment))
+                process = await RankProcess.spawn(spec, places.environment(role, rank))
+                ranks[role].append(process)
         words = [await process.hear(START_S) for role in ROLES for process in ranks[role]]
         sides = Instances(model, places.pool_blocks, ranks["context"], ranks["generation"])
         await sides.connect([word["source"] for word in words[: shape.context]])

@@ -23,17 +23,24 @@ class Prefill:
         self._rows = torch.ones(ROWS, WIDTH, device=self._device)
         self._weight = torch.ones(WIDTH, WIDTH, device=self._device)
 
+    def enter_thread(self) -> None:
+        """Steps follow in this thread: the device's context must be current there for cuBLAS."""
+        self._settle()
+
     def step(self) -> None:
         """One product, waited for."""
         torch.mm(self._rows, self._weight)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._settle()
 
     def compute(self, seconds: float) -> None:
         """Steps for so long."""
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
             self.step()
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
 class PrefillLoad:
@@ -60,6 +67,7 @@ class PrefillLoad:
         self._thread.join()
 
     def _run(self) -> None:
+        self._prefill.enter_thread()
         while not self._stopping:
             self._prefill.step()
             self._steps += 1
@@ -88,6 +96,7 @@ class ChunkedPrefill:
         self._thread.join()
 
     def _run(self) -> None:
+        self._prefill.enter_thread()
         for number, seconds in enumerate(self._chunk_s):
             self._prefill.compute(seconds)
             self.last_done = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sys
 import time
@@ -41,7 +42,11 @@ async def _serve(spec: RankSpec) -> None:
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
-    _answer(await rank.start())
+    started = await rank.start()
+    # As in a worker: what is there for good is not looked through again.
+    gc.collect()
+    gc.freeze()
+    _answer(started)
     while line := await reader.readline():
         told = json.loads(line)
         try:

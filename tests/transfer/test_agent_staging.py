@@ -38,8 +38,7 @@ from transfer.costs import TransferCosts
 from transfer.deadlines import TransferLimits
 from transfer.inprocess import InProcessTransport, Network
 from transfer.outcome import Outcome
-from worker import device_staging
-from worker.device_staging import HostDevice
+from worker.device_staging import HostDevice, PassEnd
 
 BLOCK_BYTES = 4096 + 1024 + 2048
 BUFFER_BYTES = 2 * (4096 + 1024)
@@ -57,11 +56,14 @@ class GatedDevice(HostDevice):
         self.stands = False
 
     @override
-    def run(self, work: Callable[[], None]) -> None:
-        if not self.gate.is_set():
-            self.stands = True
-            self.gate.wait()
-        work()
+    def begin(self, work: Callable[[], None]) -> PassEnd:
+        def gated() -> None:
+            if not self.gate.is_set():
+                self.stands = True
+                self.gate.wait()
+            work()
+
+        return super().begin(gated)
 
 
 class GatedMemory(DeviceMemory):
@@ -103,7 +105,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two buffers of two blocks of the larger group, five of the other."""
     monkeypatch.setattr(staging_buffers, "STAGING_BUFFERS", 2)
     monkeypatch.setattr(staged_cut, "STAGING_MESSAGE_BYTES", BUFFER_BYTES)
-    monkeypatch.setattr(device_staging, "DEVICE_MESSAGE_BYTES", BUFFER_BYTES)
+    monkeypatch.setattr(staged_cut, "DEVICE_MESSAGE_BYTES", BUFFER_BYTES)
 
 
 @pytest.fixture

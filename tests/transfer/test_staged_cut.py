@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 
 from transfer.costs import TransferCosts, staging_pays
 from transfer.staged_cut import (
+    device_message_bytes,
     staged_lengths,
     staged_messages,
     staged_pieces,
 )
+from transfer.staging_buffers import device_staging_bytes
 
 MESSAGE_BYTES = 4 << 20
 BLOCK_BYTES = st.one_of(
@@ -36,9 +38,22 @@ def test_every_block_is_in_one_message_and_messages_fit_a_buffer(
         assert piece.group == 3
         assert size_bytes == len(piece.slots) * block_bytes
         assert size_bytes <= MESSAGE_BYTES or len(piece.slots) == 1
-    # One more block would not have fitted into any message but the last.
-    for piece, size_bytes in pieces[:-1]:
-        assert size_bytes + block_bytes > MESSAGE_BYTES or len(piece.slots) == 1
+    if pieces:
+        # One message less would not have held them, and no message is a small rest.
+        held = max(1, MESSAGE_BYTES // block_bytes)
+        assert (len(pieces) - 1) * held < blocks
+        assert lengths.max() - lengths.min() <= 1
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "message_bytes"),
+    [(150 << 30, 128 << 20), (80 << 30, 80 << 20), (25_757 << 20, 25 << 20), (1 << 20, 1 << 20)],
+)
+def test_messages_of_a_device_are_a_small_part_of_its_memory(
+    memory_bytes: int, message_bytes: int
+) -> None:
+    assert device_message_bytes(memory_bytes) == message_bytes
+    assert device_staging_bytes(memory_bytes, 3) == 3 * 4 * message_bytes
 
 
 @pytest.mark.parametrize("lengths", [[], [1], [2, 0], [3, -1], [1, 1, 1], [2**31 - 1] * 2])

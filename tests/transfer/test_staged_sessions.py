@@ -69,10 +69,10 @@ def test_groups_whose_layouts_differ_are_staged_whatever_messages_cost() -> None
     session = shipping(MIXED_PLAN, TransferCosts(message_us=0))
     commands = session.handle(ship(0, 4), 0)
     # Blocks 1 to 3 of group 0 in two messages, of group 1 block 3 whole.
-    assert sent(commands) == [chunk(stages(1, 4, [2, 1]), runs(2, 4, [1]))]
+    assert sent(commands) == [chunk(stages(1, 4, [1, 2]), runs(2, 4, [1]))]
     (sends,) = of_type(commands, PostSends)
     *staged, whole = sends.posts
-    for post, slots in zip(staged, ([11, 12], [13]), strict=True):
+    for post, slots in zip(staged, ([11], [12, 13]), strict=True):
         assert isinstance(post.region, Staged)
         assert (post.region.group, post.region.slots.tolist()) == (0, slots)
         assert post.size_bytes == len(slots) * 80
@@ -82,7 +82,7 @@ def test_groups_whose_layouts_differ_are_staged_whatever_messages_cost() -> None
 def test_short_runs_are_staged_where_that_pays() -> None:
     commands = shipping(STAGING_PLAN, DEAR_MESSAGES).handle(ship(0, 4), 0)
     # Two runs in two pools become two messages; a single message stays as it is.
-    assert sent(commands) == [chunk(stages(1, 4, [2, 1]), runs(2, 4, [1]))]
+    assert sent(commands) == [chunk(stages(1, 4, [1, 2]), runs(2, 4, [1]))]
     commands = shipping(STAGING_PLAN, TransferCosts(message_us=0)).handle(ship(0, 4), 0)
     assert sent(commands) == [chunk(runs(1, 4, [2, 1]), runs(2, 4, [1]))]
 
@@ -100,15 +100,15 @@ def test_both_ends_post_the_same_messages_and_count_the_bytes_that_move(
     there = sender.handle(ship(0, 4), 0)
     (message,) = sent(there)
     assert isinstance(message, ChunkSent)
-    assert message.groups[0] == stages(1, 4, [2, 1])
+    assert message.groups[0] == stages(1, 4, [1, 2])
     here = receiver.handle(message, 0)
     (sends,), (receives,) = of_type(there, PostSends), of_type(here, PostReceives)
-    assert [post.size_bytes for post in sends.posts] == [160, 80, 32]
-    assert [post.size_bytes for post in receives.posts] == [160, 80, 32]
+    assert [post.size_bytes for post in sends.posts] == [80, 160, 32]
+    assert [post.size_bytes for post in receives.posts] == [80, 160, 32]
     assert receives.tag == sends.tag == TAG
     pieces = [post.region for post in receives.posts]
     slots = [piece.slots.tolist() for piece in pieces if isinstance(piece, Staged)]
-    assert slots == [[5, 6], [9]]
+    assert slots == [[5], [6, 9]]
     sender.handle(HandOffRequested(DATA), 1)
     receiver.handle(Handoff(session="s", data=DATA), 1)
     end_posts(sender, posted(there))

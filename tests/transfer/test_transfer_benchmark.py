@@ -25,6 +25,7 @@ from benchmarks.transfer.cases import (
     streams_apart,
 )
 from benchmarks.transfer.content import Content
+from benchmarks.transfer.instances import Places
 from benchmarks.transfer.report import (
     CaseResult,
     PipelineResult,
@@ -242,3 +243,15 @@ def test_several_ranks_copy_on_the_side_that_has_fewer(
     shape: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert set(passes(figures(shape, capsys)).values()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "contexts", "generations"),
+    [(1, [0, 0], [0, 0]), (2, [0, 0], [1, 1]), (3, [0, 0], [1, 2]), (4, [0, 1], [2, 3])],
+)
+def test_each_instance_has_its_own_gpus(
+    gpus: int, contexts: list[int], generations: list[int]
+) -> None:
+    places = Places("cuda", gpus, 1)
+    assert [places.gpu("context", rank) for rank in range(2)] == contexts
+    assert [places.gpu("generation", rank) for rank in range(2)] == generations

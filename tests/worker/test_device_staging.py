@@ -18,18 +18,19 @@ from typing_extensions import override
 from tests.support.devices import DEVICES, usable
 from transfer.copy_plan import CopyPlan
 from transfer.plan import Fragment, GroupPlan, GroupSide
+from transfer.staged_cut import DEVICE_MESSAGE_BYTES
 from worker.device_copies import DeviceCopies, IndexedUnits, UnitIndex
 from worker.device_staging import (
-    DEVICE_MESSAGE_BYTES,
     CudaDevice,
     DeviceStaging,
     HostDevice,
     PassDevice,
+    PassEnd,
 )
 
 SIDE = GroupSide(0, 0, (16,))
 HALVES = CopyPlan.of(GroupPlan(SIDE, SIDE, (Fragment(0, 8, 0, 0, 8), Fragment(0, 0, 0, 8, 8))))
-"""The halves of a slot change places."""
+"""The halves of a slot change places, in the scatter: a message is in the sender's order."""
 SLOTS = np.array([2, 0], dtype=np.int32)
 LATE_CYCLES = 50_000_000
 """Some 25 ms of a GPU."""
@@ -130,29 +131,48 @@ async def test_a_failure_is_told_and_the_next_pass_runs() -> None:
     assert message.tolist() == [*range(32, 48), *range(16)]
 
 
-async def test_the_loop_goes_on_while_a_device_is_busy() -> None:
+async def test_the_loop_and_the_next_pass_go_on_while_a_device_is_busy() -> None:
     class Busy(PassDevice):
         def __init__(self) -> None:
             self.free = threading.Event()
+            self.begun: list[Callable[[], None]] = []
+
+        @property
+        @override
+        def message_bytes(self) -> int:
+            return 64
 
         @override
         def empty(self, size_bytes: int) -> torch.Tensor:
             return torch.empty(size_bytes, dtype=torch.uint8)
 
         @override
-        def run(self, work: Callable[[], None]) -> None:
-            assert self.free.wait(30)
-            work()
+        def begin(self, work: Callable[[], None]) -> PassEnd:
+            self.begun.append(work)
+            return BusyEnd(self.free, work)
+
+    class BusyEnd(PassEnd):
+        def __init__(self, free: threading.Event, work: Callable[[], None]) -> None:
+            self._free, self._work = free, work
+
+        @override
+        def wait(self) -> None:
+            assert self._free.wait(30)
+            self._work()
 
     device = Busy()
     staging = DeviceStaging({0: [pool_on("cpu")]}, DeviceCopies(IndexedUnits()), device)
     message, passes = staging.message(32), Passes()
-    staging.gather(HALVES, 0, SLOTS, message, passes.over("gather"))
+    for name in ("first", "second"):
+        staging.gather(HALVES, 0, SLOTS, message, passes.over(name))
+    # The second is begun behind the first, which is not over.
+    assert len(device.begun) == 2
     for _ in range(100):
         await asyncio.sleep(0)
     assert not passes.told
     device.free.set()
-    await passes.expect(1)
+    await passes.expect(2)
+    assert passes.told == [("first", ""), ("second", "")]
 
 
 class Late(IndexedUnits):
@@ -189,11 +209,11 @@ async def test_a_pass_is_over_on_the_device_when_it_is_told() -> None:
     staging.gather(HALVES, 0, SLOTS, message, passes.over("gather"))
     await passes.expect(1)
     with unordered():
-        assert message.cpu().tolist() == source.roll(8, dims=1)[[2, 0]].view(-1).tolist()
+        assert message.cpu().tolist() == source[[2, 0]].view(-1).tolist()
     staging.scatter(HALVES, message, 1, SLOTS, passes.over("scatter"))
     await passes.expect(2)
     with unordered():
-        assert target[[2, 0]].cpu().tolist() == source[[2, 0]].tolist()
+        assert target[[2, 0]].cpu().tolist() == source.roll(8, dims=1)[[2, 0]].tolist()
 
 
 @pytest.mark.gpu
