@@ -19,6 +19,7 @@ from typing_extensions import override
 from transfer.agent_config import AgentConfig
 from transfer.agent_counters import TransferCounters
 from transfer.agent_events import AgentEvent, LeaseEnded, SessionEnded
+from transfer.agent_figures import PairState, TransferFigures
 from transfer.agent_pair import Pair, PairOwner, Route, Side
 from transfer.agent_peers import PeerConnector
 from transfer.agent_requests import RequestBook, RunningRequest
@@ -47,6 +48,7 @@ from transfer.session_events import (
     NoDecodeRequested,
 )
 from transfer.transport import PageMemory, Transport, main_lane
+from transfer.warm_pairs import WarmPairs
 
 logger = logging.getLogger(__name__)
 
@@ -110,9 +112,17 @@ class TransferAgent(PairOwner):
             limits=config.limits,
             unstarted=self._end_unstarted,
         )
+        self._pairs_changed: Callable[[], None] = _nobody_watches
+        self._warm = WarmPairs(self.warm, lambda: self._pairs_changed())
         self._loop: asyncio.AbstractEventLoop | None = None
         self._health: asyncio.TimerHandle | None = None
         self._closed = False
+
+    def watch_pairs(self, changed: Callable[[], None]) -> None:
+        """Have ``changed`` called in the loop, where it must not block, when :attr:`figures` tells
+        of other pairs. Before ``start``.
+        """
+        self._pairs_changed = changed
 
     async def start(self) -> PeerAddress:
         """Listen for endpoints and control connections; return where peers find this rank."""
@@ -133,6 +143,7 @@ class TransferAgent(PairOwner):
             self._grants_out.stop(request_id, STOPPING)
         for running in self._book.all:
             running.tell(FailureReported(STOPPING))
+        self._warm.close()
         await self._peers.close()
         logger.info(
             "moved %d bytes of pages in %d sessions, at %.2f GB/s while pages moved",
@@ -149,6 +160,8 @@ class TransferAgent(PairOwner):
         self._running_loop()
         pair = await self._peers.pair_with(peer)
         await asyncio.shield(pair.bound)
+        if not pair.open:
+            raise ConnectionError(f"{peer.rank_id} was lost as soon as it was connected")
 
     # Verbs. Thread safe, non-blocking.
 
@@ -217,6 +230,12 @@ class TransferAgent(PairOwner):
         """Source: a pulled prefix is not here, or not served now."""
         self._call(self._tell, Side.CONTEXT, request_id, DeclineRequested(reason))
 
+    def keep_warm(self, peers: Sequence[PeerAddress]) -> None:
+        """Be connected to these context ranks, all of them and no others, ahead of requests. What
+        is missing, and why, is in :attr:`figures`.
+        """
+        self._call(self._want, tuple(peers))
+
     def cancel(self, request_id: str, reason: str) -> None:
         """Either side: not wanted any more. Also remembered for a request that is not known yet."""
         self._call(self._cancel, request_id, reason)
@@ -243,7 +262,31 @@ class TransferAgent(PairOwner):
     @property
     def refusals(self) -> dict[str, tuple[str, ...]]:
         """Peer ranks that do not fit this one, with every reason, for readiness."""
-        return self._peers.refusals
+        return dict(self._peers.refusals)
+
+    @property
+    def figures(self) -> TransferFigures:
+        """Pairs and totals now."""
+        connected = tuple(
+            PairState(pair.side, pair.peer.rank_id, main_lane(pair.lanes), "")
+            for pair in self._peers.open_pairs
+            if pair.lanes
+        )
+        dialled = {pair.peer for pair in connected if pair.side is Side.GENERATION}
+        missing = tuple(
+            PairState(Side.GENERATION, rank, "", reason)
+            for rank, reason in self._warm.missing.items()
+            if rank not in dialled
+        )
+        counters = self.counters
+        return TransferFigures(
+            pairs=connected + missing,
+            late_dials=counters.late_dials_total,
+            busy_ms=round(counters.busy_s * 1000),
+            busy_bytes=counters.busy_bytes,
+            staged_bytes=counters.staged_bytes_total,
+            staging_bytes=self._peers.staging_bytes,
+        )
 
     # PairOwner, in the loop.
 
@@ -261,8 +304,15 @@ class TransferAgent(PairOwner):
         self._peers.prune()
 
     @override
-    def pair_lost(self, pair: Pair) -> None:
+    def pair_bound(self, pair: Pair) -> None:
+        self._pairs_changed()
+
+    @override
+    def pair_lost(self, pair: Pair, reason: str) -> None:
         self._peers.lost(pair)
+        if pair.side is Side.GENERATION:
+            self._warm.lost(pair.peer.rank_id, reason)
+        self._pairs_changed()
 
     @override
     def known_dead(self, incarnation: Incarnation) -> bool:
@@ -300,6 +350,10 @@ class TransferAgent(PairOwner):
         """How many ranks of this instance have sessions with a context rank; 0 without this one."""
         granters = granters_to(peer, self._instance, self._info.shape.dp_rank)
         return len(granters) if self._info.rank in {rank.rank for rank in granters} else 0
+
+    def _want(self, peers: tuple[PeerAddress, ...]) -> None:
+        if not self._closed:
+            self._warm.want(peers)
 
     def _pull(self, order: PullOrder) -> None:
         if self._info.incarnation in {source.incarnation for source in order.sources}:
@@ -370,3 +424,7 @@ class TransferAgent(PairOwner):
         elif not self._closed:
             loop = asyncio.get_running_loop()
             self._health = loop.call_later(HEALTH_S, self._look_at_transport)
+
+
+def _nobody_watches() -> None:
+    """Until ``watch_pairs``."""

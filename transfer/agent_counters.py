@@ -40,6 +40,8 @@ class TransferCounters:
     """Page bytes that arrived here or left."""
     blocks_total: int = 0
     """Blocks of requests; a block that came in parts of several ranks is one."""
+    late_dials_total: int = 0
+    """Requests whose context rank was dialled only when they came."""
     sessions_total: int = 0
     sessions_in_flight: int = 0
     """Sessions whose outcome is open or whose pages may still be touched."""

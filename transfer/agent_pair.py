@@ -65,7 +65,10 @@ class PairOwner(Protocol):
     def session_closed(self, pair: Pair, session: Session) -> None:
         """Nothing of this session is left."""
 
-    def pair_lost(self, pair: Pair) -> None:
+    def pair_bound(self, pair: Pair) -> None:
+        """Its data endpoint is there."""
+
+    def pair_lost(self, pair: Pair, reason: str) -> None:
         """The pair is of no further use; its sessions have been told."""
 
     def known_dead(self, incarnation: Incarnation) -> bool:
@@ -145,6 +148,11 @@ class Pair:
         return tuple(self._sessions.values())
 
     @property
+    def staging_bytes(self) -> int:
+        """Memory of its staging buffers."""
+        return self._posts.staging_bytes
+
+    @property
     def settled(self) -> bool:
         """Whether a lost pair may be forgotten: no session is left, no request, no doubt."""
         return not self._sessions and self._posts.settled
@@ -173,6 +181,7 @@ class Pair:
         endpoint.on_lost(lambda reason: self.drop(f"data endpoint: {reason}"))
         self.bound.set_result(None)
         self._posts.bind(endpoint)
+        self._owner.pair_bound(self)
 
     def send(self, message: SessionMessage) -> None:
         """A message of no session."""
@@ -251,7 +260,7 @@ class Pair:
             self._tell_loss(reason)
         finally:
             self.torn_down.set()
-            self._owner.pair_lost(self)
+            self._owner.pair_lost(self, reason)
 
     def _tell_loss(self, reason: str) -> None:
         dead = self._owner.known_dead(self.incarnation)

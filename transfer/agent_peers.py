@@ -88,6 +88,11 @@ class PeerConnector:
         """Pairs that work."""
         return tuple(pair for pair in tuple(self._pairs.values()) if pair.open)
 
+    @property
+    def staging_bytes(self) -> int:
+        """Memory of the staging buffers of all pairs, lost ones included."""
+        return sum(pair.staging_bytes for pair in (*tuple(self._pairs.values()), *self._lost))
+
     async def start(self) -> PeerAddress:
         """Start the transport and listen for control connections.
 

@@ -81,6 +81,8 @@ class GrantsOut:
         if len(connected) == len(pairs):
             self._start(order, connected)
             return
+        if isinstance(order, GrantOrder):
+            self._book.counters.late_dials_total += 1
         task = asyncio.get_running_loop().create_task(self._dial(order))
         self._dialling[order.request_id] = task
 

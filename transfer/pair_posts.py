@@ -109,6 +109,11 @@ class PairPosts:
         return not self._clock.open and not self._passes and not self._doubtful_bytes
 
     @property
+    def staging_bytes(self) -> int:
+        """Memory of the staging buffers that were made."""
+        return self._staging.buffers.made_bytes if self._staging is not None else 0
+
+    @property
     def _doubtful_bytes(self) -> int:
         return self._staging.buffers.doubtful_bytes if self._staging is not None else 0
 

@@ -40,6 +40,11 @@ class StagingBuffers:
         self._peer_dead = False
 
     @property
+    def made_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return self._made * self.size_bytes
+
+    @property
     def doubtful_bytes(self) -> int:
         """Bytes of the buffers in doubt."""
         return len(self._doubtful) * self.size_bytes

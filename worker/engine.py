@@ -24,6 +24,7 @@ from worker.inbox import (
     FrontEndLost,
     Inbox,
     InboxItem,
+    PairsChanged,
     Shutdown,
 )
 from worker.intake import Intake
@@ -205,6 +206,8 @@ class Engine:
                 self._intake.connection_lost(item.connection)
             case FrontEndJoined():
                 self._gauges = None
+            case PairsChanged():
+                pass  # every turn tells the gauges that changed
             case Shutdown():
                 self._stopped = self._stopped or item.reason
             case _:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from transfer.agent_figures import PairState
+from transfer.agent_pair import Side
 from worker.desk import Desk
-from worker.messages import WorkerGauges
+from worker.messages import TransferPair, WorkerGauges
 from worker.requests import LegState, SequenceState
 
 _WAITING: Final = frozenset(
@@ -32,6 +34,7 @@ def read_gauges(desk: Desk, trouble: str) -> WorkerGauges:
     counters = desk.counters
     blocks = desk.manager.block_counts()
     totals = desk.manager.totals()
+    figures = desk.transfers.figures
     return WorkerGauges(
         ready=not trouble,
         reason=trouble or _refusals(desk.transfers.refusals),
@@ -59,8 +62,24 @@ def read_gauges(desk: Desk, trouble: str) -> WorkerGauges:
         pulls_failed_total=counters.pulls_failed,
         pulls_served_total=counters.pulls_served,
         pulled_tokens_total=counters.pulled_tokens,
+        pairs=tuple(_told(pair) for pair in figures.pairs),
+        late_dials_total=figures.late_dials,
+        transfer_busy_ms_total=figures.busy_ms,
+        transfer_busy_bytes_total=figures.busy_bytes,
+        staged_bytes_total=figures.staged_bytes,
+        staging_bytes=figures.staging_bytes,
     )
 
 
 def _refusals(refusals: Mapping[str, tuple[str, ...]]) -> str:
     return "; ".join(f"refused {peer}: {', '.join(why)}" for peer, why in refusals.items())
+
+
+def _told(pair: PairState) -> TransferPair:
+    return TransferPair(
+        side="context" if pair.side is Side.CONTEXT else "generation",
+        peer=pair.peer.incarnation,
+        rank=pair.peer.rank,
+        lane=pair.lane,
+        reason=pair.reason,
+    )

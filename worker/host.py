@@ -36,7 +36,7 @@ from worker.core import MonotonicClock, RankCore, limit_threads, load_core, make
 from worker.counters import Heartbeat
 from worker.engine import Engine
 from worker.facts import rank_info
-from worker.inbox import Inbox, Shutdown
+from worker.inbox import Inbox, PairsChanged, Shutdown
 from worker.io_thread import IoThread
 from worker.log import configure_logging
 from worker.page_memory import StoragePages
@@ -198,6 +198,7 @@ class WorkerProcess:
             ),
             deliver=self._inbox.put,
         )
+        agent.watch_pairs(lambda: self._inbox.put(PairsChanged()))
         peer = await agent.start()
         self._watch(agent)
         return agent, peer

@@ -11,9 +11,9 @@ from collections import deque
 from dataclasses import dataclass
 
 from transfer.agent_events import AgentEvent
-from worker.messages import Cancel, Generate, Prefill, Stop
+from worker.messages import Cancel, Generate, Prefill, Stop, Warm
 
-Command = Prefill | Generate | Cancel | Stop
+Command = Prefill | Generate | Cancel | Stop | Warm
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,18 @@ class FrontEndJoined:
 
 
 @dataclass(frozen=True, slots=True)
+class PairsChanged:
+    """The transfer agent's pairs are others than before; the gauges tell which."""
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """End every leg and stop."""
 
     reason: str
 
 
-InboxItem = FrontEndCommand | FrontEndLost | FrontEndJoined | AgentEvent | Shutdown
+InboxItem = FrontEndCommand | FrontEndLost | FrontEndJoined | AgentEvent | PairsChanged | Shutdown
 
 
 class Inbox:

@@ -26,7 +26,7 @@ from worker.context import ContextRole
 from worker.desk import CANCELLED, Desk, Ending
 from worker.generation import GenerationRole
 from worker.inbox import Command
-from worker.messages import Cancel, Generate, Leg, LegEnded, Prefill, Stop
+from worker.messages import Cancel, Generate, Leg, LegEnded, Prefill, Stop, Warm
 from worker.requests import LegRecord, LegState
 from worker.served_pulls import ServedPulls
 
@@ -54,6 +54,8 @@ class Intake:
                 self._cancel(message.request_id)
             case Stop():
                 self._stop(message)
+            case Warm():
+                self.desk.transfers.keep_warm(message.peers)
 
     def connection_lost(self, connection: int) -> None:
         """Nobody waits for these requests any more."""

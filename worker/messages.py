@@ -172,6 +172,16 @@ class Stop(Message):
     index: int
 
 
+class Warm(Message):
+    """The context workers that this worker's requests may come from, all of them: connect to each
+    before a request does. The gauges tell which pairs are there. Of several front ends the last one
+    counts; they know the same cluster.
+    """
+
+    kind: Literal["warm"] = "warm"
+    peers: tuple[PeerAddress, ...]
+
+
 class Ping(Message):
     """Heartbeat of the front end; answered at once by the connection, not by the engine."""
 
@@ -240,6 +250,21 @@ class LegEnded(Message):
     """
 
 
+class TransferPair(Message):
+    """One rank that this worker moves pages with, or should."""
+
+    side: Leg
+    """Of this worker: a generation worker grants, a context worker sends; whoever pulls a prefix is
+    as a generation worker.
+    """
+    peer: Incarnation
+    rank: int
+    lane: str
+    """Kind of the transport that carries the pages; empty while not connected."""
+    reason: str
+    """Why it is not connected."""
+
+
 class WorkerGauges(Message):
     """State of a worker after a step; totals are monotone within an incarnation."""
 
@@ -273,6 +298,17 @@ class WorkerGauges(Message):
     """Prefixes that other instances fetched here."""
     pulled_tokens_total: int
     """Prompt tokens whose KV was fetched instead of computed."""
+    pairs: tuple[TransferPair, ...]
+    late_dials_total: int
+    """Requests whose context worker was dialled only when they came."""
+    transfer_busy_ms_total: int
+    """Time in which pages moved, over all pairs."""
+    transfer_busy_bytes_total: int
+    """Page bytes moved in that time."""
+    staged_bytes_total: int
+    """Page bytes that a gather or a scatter copied."""
+    staging_bytes: int
+    """Memory of the staging buffers, which no quota counts."""
 
 
 class StepOutput(Message):
@@ -293,13 +329,15 @@ class Refused(Message):
 
 
 FrontEndMessage = Annotated[
-    Hello | Prefill | Generate | Cancel | Stop | Ping, Field(discriminator="kind")
+    Hello | Prefill | Generate | Cancel | Stop | Warm | Ping, Field(discriminator="kind")
 ]
 WorkerMessage = Annotated[
     Challenge | Welcome | Refused | StepOutput | Pong, Field(discriminator="kind")
 ]
 
-FRONT_END_CODEC: Codec[Hello | Prefill | Generate | Cancel | Stop | Ping] = Codec(FrontEndMessage)
+FRONT_END_CODEC: Codec[Hello | Prefill | Generate | Cancel | Stop | Warm | Ping] = Codec(
+    FrontEndMessage
+)
 """Front end to worker."""
 WORKER_CODEC: Codec[Challenge | Welcome | Refused | StepOutput | Pong] = Codec(WorkerMessage)
 """Worker to front end."""

@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from transfer.agent_figures import TransferFigures
 from transfer.identity import PeerAddress
 from transfer.lease import TransferLease
 from transfer.messages import HandoffData
@@ -171,9 +172,15 @@ class Transfers(Protocol):
 
     def cancel(self, request_id: str, reason: str) -> None: ...
 
+    def keep_warm(self, peers: Sequence[PeerAddress]) -> None: ...
+
     @property
     def refusals(self) -> Mapping[str, tuple[str, ...]]:
         """Peers that do not fit this worker, with every reason."""
+
+    @property
+    def figures(self) -> TransferFigures:
+        """Pairs and totals now."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

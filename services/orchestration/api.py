@@ -35,6 +35,7 @@ __all__ = [
     "StopRule",
     "TokenDelta",
     "TokenLogprob",
+    "WorkerPair",
     "WorkerStatus",
 ]
 
@@ -151,6 +152,19 @@ class ModelLimits:
     tokens_per_block: int
 
 
+@dataclass(frozen=True)
+class WorkerPair:
+    """One rank that a worker moves pages with, or should."""
+
+    side: Literal["context", "generation"]
+    """Of the worker."""
+    peer: str
+    lane: str
+    """Transport that carries the pages; empty while not connected."""
+    reason: str
+    """Why it is not connected."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerStatus:
     """One worker as the front end sees it, for status pages and readiness."""
@@ -169,6 +183,8 @@ class WorkerStatus:
     cached_blocks: int = 0
     quarantined_blocks: int = 0
     transfers_in_flight: int = 0
+    staging_bytes: int = 0
+    pairs: tuple[WorkerPair, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ from typing import Protocol
 from typing_extensions import override
 
 from router.snapshots import WorkerSnapshot
-from services.orchestration.api import ModelLimits, WorkerStatus
+from services.orchestration.api import ModelLimits, WorkerPair, WorkerStatus
+from services.orchestration.arrivals import Arrivals, missing_pairs
 from services.orchestration.worker_link import LinkListener, LinkState, LinkTimings, WorkerLink
 from transfer.identity import Incarnation
 from worker.config import WorkerAddress
-from worker.messages import StepOutput, WorkerGauges, WorkerRole
+from worker.messages import StepOutput, Warm, WorkerGauges, WorkerRole
 
 
 class ClusterListener(Protocol):
@@ -58,6 +59,7 @@ class Cluster(LinkListener):
         """Of every instance there ever was."""
         self._links: dict[Incarnation, WorkerLink] = {}
         self._limits: ModelLimits | None = None
+        self._arrivals = Arrivals(timings.pairs_s, self._arrived)
         self._closing: set[asyncio.Task[None]] = set()
 
     def set_workers(self, addresses: Iterable[WorkerAddress]) -> None:
@@ -68,6 +70,7 @@ class Cluster(LinkListener):
             if incarnation not in wanted:
                 link = self._links.pop(incarnation)
                 link.disconnect()
+                self._arrivals.remove(incarnation)
                 task = asyncio.get_running_loop().create_task(self._remove(link))
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)
@@ -82,9 +85,12 @@ class Cluster(LinkListener):
                 )
                 self._links[incarnation] = link
                 link.start()
+        self._introduce(self._links.values())
+        self._arrivals.look(self._links.values())
 
     async def close(self) -> None:
         """End every connection."""
+        self._arrivals.close()
         links = tuple(self._links.values())
         self._links.clear()
         await asyncio.gather(*(link.close() for link in links), *self._closing)
@@ -100,7 +106,11 @@ class Cluster(LinkListener):
 
     def snapshots(self) -> tuple[WorkerSnapshot, ...]:
         """Workers that a request could be placed on: connected, whether accepting or not."""
-        return tuple(_snapshot(link) for link in self._links.values() if link.up)
+        return tuple(
+            _snapshot(link, accepting=self._serves(link))
+            for link in self._links.values()
+            if link.up
+        )
 
     def limits(self) -> ModelLimits | None:
         """The smallest limits of the workers that are connected, or that last were."""
@@ -119,7 +129,7 @@ class Cluster(LinkListener):
 
         Any worker can serve a request alone, but a service that starts waits for all of its own.
         """
-        reasons = [f"instance {name} has not come up yet" for name in sorted(self._unseen)]
+        reasons = self._not_arrived()
         if not self.can_serve():
             reasons.extend(self.degraded())
         blocks = {link.welcome.tokens_per_block for link in self._links.values() if link.welcome}
@@ -136,7 +146,8 @@ class Cluster(LinkListener):
 
         While there is a worker at all, it covers the rest.
         """
-        ready = {link.incarnation.instance for link in self._links.values() if link.ready}
+        serving = [link for link in self._links.values() if self._serves(link)]
+        ready = {link.incarnation.instance for link in serving}
         roles = {self._roles[name] for name in ready}
         needed = () if "aggregated" in roles else ("context", "generation")
         away = [
@@ -144,36 +155,78 @@ class Cluster(LinkListener):
             for name, role in sorted(self._roles.items())
             if role in roles and name not in ready and name not in self._unseen
         ]
-        return (*(f"no {role} worker is ready" for role in needed if role not in roles), *away)
+        apart = [str(pair) for pair in missing_pairs(serving)]
+        gone = [f"no {role} worker is ready" for role in needed if role not in roles]
+        return (*gone, *away, *apart)
 
     def can_serve(self) -> bool:
         """Whether at least one worker accepts requests."""
-        return any(link.ready for link in self._links.values())
+        return any(self._serves(link) for link in self._links.values())
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
         """Every known worker, by name, and every instance that has none now."""
         there = {link.incarnation.instance for link in self._links.values()}
-        found = [_status(link) for link in self._links.values()]
+        found = [_status(link, serves=self._serves(link)) for link in self._links.values()]
         found += [_gone(name, role) for name, role in self._roles.items() if name not in there]
         return tuple(sorted(found, key=lambda status: (status.instance, status.incarnation)))
 
     @override
     def link_up(self, link: WorkerLink) -> None:
-        pass
+        """Its own peer address is known from here on."""
+        match link.address.role:
+            case "context":
+                self._introduce(self._links.values())
+            case "generation":
+                self._introduce((link,))
+            case "aggregated":
+                pass
 
     @override
     def link_changed(self, link: WorkerLink) -> None:
-        if link.ready:
-            self._unseen.discard(link.incarnation.instance)
+        if not link.ready:
+            self._arrivals.forget(link.incarnation)
+        elif link.incarnation in self._arrivals:
             self._listener.worker_joined(link.incarnation)
+        self._arrivals.look(self._links.values())
 
     @override
     def link_step(self, link: WorkerLink, output: StepOutput) -> None:
         self._listener.worker_step(link.incarnation, output)
+        if output.gauges is not None and self._arrivals.outstanding:
+            self._arrivals.look(self._links.values())
 
     @override
     def link_lost(self, link: WorkerLink) -> None:
         self._listener.worker_lost(link.incarnation)
+
+    def _serves(self, link: WorkerLink) -> bool:
+        """Ready by its own word, and its pairs were waited for."""
+        return link.ready and link.incarnation in self._arrivals
+
+    def _arrived(self, worker: Incarnation) -> None:
+        self._unseen.discard(worker.instance)
+        self._listener.worker_joined(worker)
+
+    def _not_arrived(self) -> list[str]:
+        """Why the service has not started yet."""
+        waiting = {link.incarnation.instance for link in self._links.values() if link.ready}
+        reasons = [
+            f"instance {name} has not come up yet" for name in sorted(self._unseen - waiting)
+        ]
+        if self._unseen & waiting:
+            reasons += [str(pair) for pair in missing_pairs(self._links.values())]
+        return reasons
+
+    def _introduce(self, workers: Iterable[WorkerLink]) -> None:
+        """Name all context workers to the generation workers among these: they dial."""
+        peers = tuple(
+            link.welcome.peer
+            for link in self._links.values()
+            if link.address.role == "context" and link.welcome is not None
+        )
+        for link in workers:
+            if link.up and link.address.role == "generation":
+                link.send(Warm(peers=peers))
 
     async def _remove(self, link: WorkerLink) -> None:
         await link.close()
@@ -186,12 +239,12 @@ def _tokens(gauges: WorkerGauges | None, link: WorkerLink, blocks: int) -> int:
     return blocks * link.welcome.tokens_per_block
 
 
-def _snapshot(link: WorkerLink) -> WorkerSnapshot:
+def _snapshot(link: WorkerLink, *, accepting: bool) -> WorkerSnapshot:
     gauges = link.gauges
     return WorkerSnapshot(
         incarnation=link.incarnation,
         role=link.address.role,
-        accepting=link.ready,
+        accepting=accepting,
         total_tokens=_tokens(gauges, link, gauges.total_blocks if gauges else 0),
         free_tokens=_tokens(gauges, link, gauges.free_blocks if gauges else 0),
         running=gauges.running if gauges else 0,
@@ -210,18 +263,19 @@ def _gone(instance: str, role: WorkerRole) -> WorkerStatus:
     )
 
 
-def _status(link: WorkerLink) -> WorkerStatus:
+def _status(link: WorkerLink, *, serves: bool) -> WorkerStatus:
     gauges = link.gauges
     state = link.state if link.state is not LinkState.CLOSED else LinkState.CONNECTING
     reason = link.reason
-    if not reason and not link.ready:
-        reason = (gauges.reason if gauges else "") or "not ready yet"
+    if not reason and not serves:
+        waits = "waits for its transfer pairs" if link.ready else "not ready yet"
+        reason = (gauges.reason if gauges else "") or waits
     return WorkerStatus(
         instance=link.incarnation.instance,
         incarnation=str(link.incarnation),
         role=link.address.role,
         state=state.value,
-        ready=link.ready,
+        ready=serves,
         reason=reason,
         transport=link.welcome.transport if link.welcome else "",
         running=gauges.running if gauges else 0,
@@ -231,4 +285,15 @@ def _status(link: WorkerLink) -> WorkerStatus:
         cached_blocks=gauges.cached_blocks if gauges else 0,
         quarantined_blocks=gauges.quarantined_blocks if gauges else 0,
         transfers_in_flight=gauges.transfers_in_flight if gauges else 0,
+        staging_bytes=gauges.staging_bytes if gauges else 0,
+        pairs=_pairs(gauges),
+    )
+
+
+def _pairs(gauges: WorkerGauges | None) -> tuple[WorkerPair, ...]:
+    if gauges is None:
+        return ()
+    return tuple(
+        WorkerPair(pair.side, f"{pair.peer}/{pair.rank}", pair.lane, pair.reason)
+        for pair in gauges.pairs
     )

@@ -7,6 +7,7 @@ had.
 
 from __future__ import annotations
 
+from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
@@ -23,7 +24,7 @@ TTFT_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 
 ITL_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 5)
 DURATION_BUCKETS: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
-WORKER_TOTALS: Final[dict[str, tuple[str, Callable[[WorkerGauges], int]]]] = {
+WORKER_TOTALS: Final[dict[str, tuple[str, Callable[[WorkerGauges], float]]]] = {
     "pageferry_worker_prefill_tokens": (
         "Prompt tokens that workers computed",
         lambda gauges: gauges.prefill_tokens_total,
@@ -85,6 +86,22 @@ WORKER_TOTALS: Final[dict[str, tuple[str, Callable[[WorkerGauges], int]]]] = {
         "Prompt tokens whose KV was fetched from another instance",
         lambda gauges: gauges.pulled_tokens_total,
     ),
+    "pageferry_transfer_late_dials": (
+        "Requests whose context worker was dialled only when they came",
+        lambda gauges: gauges.late_dials_total,
+    ),
+    "pageferry_transfer_busy_seconds": (
+        "Time in which pages moved, over all pairs",
+        lambda gauges: gauges.transfer_busy_ms_total / 1000,
+    ),
+    "pageferry_transfer_busy_bytes": (
+        "Bytes of pages moved in pageferry_transfer_busy_seconds",
+        lambda gauges: gauges.transfer_busy_bytes_total,
+    ),
+    "pageferry_staged_bytes": (
+        "Bytes of pages that a gather or a scatter copied",
+        lambda gauges: gauges.staged_bytes_total,
+    ),
 }
 
 WORKER_GAUGES: Final[dict[str, tuple[str, Callable[[WorkerStatus], int]]]] = {
@@ -114,6 +131,10 @@ WORKER_GAUGES: Final[dict[str, tuple[str, Callable[[WorkerStatus], int]]]] = {
     "pageferry_worker_transfers_in_flight": (
         "Transfers in flight",
         lambda status: status.transfers_in_flight,
+    ),
+    "pageferry_worker_staging_bytes": (
+        "Memory of staging buffers, beside every quota",
+        lambda status: status.staging_bytes,
     ),
 }
 
@@ -201,7 +222,7 @@ class WorkerCollector(Collector):
     def __init__(self, statuses: Callable[[], Iterable[WorkerStatus]]) -> None:
         self._statuses = statuses
         self._latest: dict[Incarnation, WorkerGauges] = {}
-        self._past: dict[str, dict[str, int]] = {}
+        self._past: dict[str, dict[str, float]] = {}
 
     def observe(self, worker: Incarnation, gauges: WorkerGauges) -> None:
         """The latest figures of an incarnation."""
@@ -212,7 +233,7 @@ class WorkerCollector(Collector):
         gauges = self._latest.pop(worker, None)
         if gauges is None:
             return
-        past = self._past.setdefault(worker.instance, dict.fromkeys(WORKER_TOTALS, 0))
+        past = self._past.setdefault(worker.instance, dict.fromkeys(WORKER_TOTALS, 0.0))
         for name, (_, read) in WORKER_TOTALS.items():
             past[name] += read(gauges)
 
@@ -232,3 +253,20 @@ class WorkerCollector(Collector):
             for labels, status in statuses.items():
                 gauge.add_metric(labels, read_status(status))
             yield gauge
+        yield _pairs(statuses.values())
+
+
+def _pairs(statuses: Iterable[WorkerStatus]) -> Metric:
+    gauge = GaugeMetricFamily(
+        "pageferry_transfer_pairs",
+        "Peer ranks by the transport that carries pages; none is one that is not connected",
+        labels=("instance", "role", "side", "lane"),
+    )
+    counts = Counts(
+        (status.instance, status.role, pair.side, pair.lane or "none")
+        for status in statuses
+        for pair in status.pairs
+    )
+    for labels, count in sorted(counts.items()):
+        gauge.add_metric(labels, count)
+    return gauge

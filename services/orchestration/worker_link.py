@@ -33,6 +33,7 @@ from worker.messages import (
     Refused,
     StepOutput,
     Stop,
+    Warm,
     Welcome,
     WorkerGauges,
 )
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 STREAM_LIMIT_BYTES: Final = 1 << 20
 WRITE_LOW_BYTES: Final = 1 << 20
 
-Command = Prefill | Generate | Cancel | Stop
+Command = Prefill | Generate | Cancel | Stop | Warm
 
 
 class LinkState(Enum):
@@ -69,6 +70,8 @@ class LinkTimings:
     engine_stall_s: float = 30.0
     """Age of the worker's last engine step, by its own word, above which it counts as wedged."""
     connect_s: float = 5.0
+    pairs_s: float = 10.0
+    """Longest that a ready worker is kept from requests until its transfer pairs are connected."""
     retry_s: float = 0.2
     max_retry_s: float = 2.0
 

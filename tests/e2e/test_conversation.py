@@ -18,6 +18,8 @@ def test_ten_turns_compute_and_transfer_only_what_is_missing(client: Client) -> 
     messages: list[dict[str, str]] = []
     previous_prompt: list[int] = []
     held: list[int] = []
+    late_dials = client.total("pageferry_transfer_late_dials")
+    assert client.by_instance("pageferry_transfer_pairs") == {"context-0": 1, "generation-0": 1}
     for turn in range(TURNS):
         messages.append(
             {"role": "user", "content": f"Turn {turn}: tell me one more thing about the sea."}
@@ -53,3 +55,6 @@ def test_ten_turns_compute_and_transfer_only_what_is_missing(client: Client) -> 
         messages.append(
             {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}
         )
+    assert client.total("pageferry_transfer_late_dials") == late_dials
+    assert client.total("pageferry_transfer_busy_bytes") > 0
+    assert client.total("pageferry_transfer_busy_seconds") > 0

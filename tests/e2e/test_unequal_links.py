@@ -62,6 +62,11 @@ def test_token_one_comes_first_and_once_over_a_slow_context_connection(
         assert client.total("pageferry_token_conflicts") == 0
 
 
+def lanes_of(client: Client) -> set[str]:
+    """Of all pairs, missing ones included."""
+    return {pair.labels["lane"] for pair in client.families()["pageferry_transfer_pairs"].samples}
+
+
 def test_fifty_requests_on_a_decode_pool_of_two_prompts(tiny: tuple[Path, Path]) -> None:
     model, tokenizer = tiny
     reference = ReferenceModel(model)
@@ -77,6 +82,9 @@ def test_fifty_requests_on_a_decode_pool_of_two_prompts(tiny: tuple[Path, Path])
             WorkerStart("generation-0", "generation", {**small, "kv_cache_bytes": pool_bytes}),
         )
         client = cluster.start_front_end()
+        # Not even the first request, a canary, found its pair unconnected.
+        assert client.total("pageferry_transfer_late_dials") == 0
+        assert lanes_of(client) == {"shm"}
         client.wait_quiet()
         free_before = client.free_blocks()
         assert free_before["generation-0"] == blocks

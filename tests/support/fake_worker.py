@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.support.fake_tokens import FAKE_VOCAB_SIZE, fake_token
+from tests.support.gauges import IDLE_GAUGES
 from transfer.auth import AuthenticationError, check_proof, mint_nonce, proof
 from transfer.identity import Incarnation, PeerAddress
 from transfer.wire import FrameError, pack_ints, unpack_ints
@@ -42,6 +43,8 @@ from worker.messages import (
     Stop,
     TokenLogprob,
     TokenRun,
+    TransferPair,
+    Warm,
     Welcome,
     WorkerGauges,
     WorkerRole,
@@ -78,6 +81,8 @@ class FakeScript:
     decode_gate: asyncio.Event | None = None
     """When set, output index 1 and after wait for it."""
     ready: bool = True
+    warms: bool = True
+    """Whether pairs that it is told to warm get connected."""
 
 
 Handover = Literal["pages", "no_decode", "lost"]
@@ -133,6 +138,8 @@ class FakeWorker:
         self.role: WorkerRole = role
         self.incarnation = Incarnation.mint(instance)
         self.received: list[Prefill | Generate | Cancel | Stop] = []
+        self.introduced: tuple[PeerAddress, ...] = ()
+        """The context workers that the last :class:`Warm` named."""
         self.active = 0
         """Legs being served now."""
         self.transfers = transfers
@@ -180,6 +187,7 @@ class FakeWorker:
         await self.kill()
         self.incarnation = Incarnation.mint(self.incarnation.instance)
         self._seen.clear()
+        self.introduced = ()
         self._totals = dict.fromkeys(self._totals, 0)
         return await self.start()
 
@@ -254,6 +262,9 @@ class FakeWorker:
                 self._begin(
                     connection, message, "generation", self._generation_leg(connection, message)
                 )
+            case Warm():
+                self.introduced = message.peers
+                self.tell_gauges()
             case Cancel():
                 self.received.append(message)
                 self._cancel(connection, message.request_id)
@@ -454,32 +465,29 @@ class FakeWorker:
                 self._send(connection, StepOutput(runs=tuple(runs), gauges=self._gauges()))
             await asyncio.sleep(0)
 
+    def tell_gauges(self) -> None:
+        """Tell every front end, after a change of the script."""
+        for connection in self._connections:
+            self._send(connection, StepOutput(gauges=self._gauges()))
+
+    def _pair(self, peer: PeerAddress) -> TransferPair:
+        lane, reason = ("fake", "") if self.script.warms else ("", "scripted")
+        return TransferPair(
+            side="generation", peer=peer.incarnation, rank=peer.rank, lane=lane, reason=reason
+        )
+
     def _gauges(self) -> WorkerGauges:
-        return WorkerGauges(
-            ready=self.script.ready,
-            reason="" if self.script.ready else "scripted",
-            total_blocks=1000,
-            free_blocks=1000,
-            cached_blocks=len(self._seen),
-            running=self.active,
-            waiting=0,
-            suspended=0,
-            transfers_in_flight=0,
-            quarantined_blocks=0,
-            prefill_tokens_total=self._totals["prefill"],
-            decode_tokens_total=self._totals["decode"],
-            cached_tokens_total=self._totals["cached"],
-            transferred_bytes_total=self._totals["bytes"],
-            transferred_blocks_total=0,
-            preemptions_total=0,
-            steps_total=self._totals["steps"],
-            host_cached_tokens_total=0,
-            evicted_pages_total=0,
-            demoted_pages_total=0,
-            onboarded_pages_total=0,
-            pulls_succeeded_total=0,
-            pulls_declined_total=0,
-            pulls_failed_total=0,
-            pulls_served_total=0,
-            pulled_tokens_total=0,
+        return IDLE_GAUGES.model_copy(
+            update={
+                "ready": self.script.ready,
+                "reason": "" if self.script.ready else "scripted",
+                "cached_blocks": len(self._seen),
+                "running": self.active,
+                "prefill_tokens_total": self._totals["prefill"],
+                "decode_tokens_total": self._totals["decode"],
+                "cached_tokens_total": self._totals["cached"],
+                "transferred_bytes_total": self._totals["bytes"],
+                "steps_total": self._totals["steps"],
+                "pairs": tuple(self._pair(peer) for peer in self.introduced),
+            }
         )

@@ -31,6 +31,7 @@ from worker.messages import (
     StepOutput,
     Stop,
     TokenLogprob,
+    Warm,
     Welcome,
     WorkerGauges,
 )
@@ -86,7 +87,7 @@ class RawFrontEnd:
         front_end._task = asyncio.create_task(front_end._listen())
         return front_end
 
-    def send(self, message: Hello | Prefill | Generate | Cancel | Stop | Ping) -> None:
+    def send(self, message: Hello | Prefill | Generate | Cancel | Stop | Warm | Ping) -> None:
         """Say something."""
         FRONT_END_CODEC.write(self._writer, (message,))
 

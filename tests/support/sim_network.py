@@ -21,6 +21,8 @@ from typing_extensions import override
 from kvcache_core.layout import LayoutPlan
 from tests.support.fake_executor import FakeMemory
 from transfer.agent_events import AgentEvent
+from transfer.agent_figures import PairState, TransferFigures
+from transfer.agent_pair import Side
 from transfer.context_session import ContextSession
 from transfer.costs import TransferCosts
 from transfer.deadlines import TransferLimits
@@ -249,11 +251,18 @@ class SimTransfers(Transfers):
         self._by_request: dict[str, str] = {}
         self._views = views_of_groups(network.plan)
         self.refused: dict[str, tuple[str, ...]] = {}
+        self.warm: tuple[PeerAddress, ...] = ()
 
     @property
     @override
     def refusals(self) -> dict[str, tuple[str, ...]]:
         return self.refused
+
+    @property
+    @override
+    def figures(self) -> TransferFigures:
+        states = (PairState(Side.GENERATION, peer.rank_id, "sim", "") for peer in self.warm)
+        return TransferFigures(pairs=tuple(states))
 
     def rank_info(self) -> RankInfo:
         """What the peer is told."""
@@ -379,6 +388,10 @@ class SimTransfers(Transfers):
         end = self._of(request_id)
         if end is not None:
             self._locally(end, DeclineRequested(reason))
+
+    @override
+    def keep_warm(self, peers: Sequence[PeerAddress]) -> None:
+        self.warm = tuple(peers)
 
     @override
     def cancel(self, request_id: str, reason: str) -> None:

@@ -392,8 +392,8 @@ class Wire:
         self._flows.set()
         self.connections = 0
 
-    async def start(self) -> PeerAddress:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+    async def start(self, port: int = 0) -> PeerAddress:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
         port = self._server.sockets[0].getsockname()[1]
         return self._target.model_copy(update={"control_port": port})
 

@@ -99,7 +99,11 @@ class Desk(PairOwner):
         self.ended.add(session.session)
 
     @override
-    def pair_lost(self, pair: Pair) -> None:
+    def pair_bound(self, pair: Pair) -> None:
+        """Not of interest."""
+
+    @override
+    def pair_lost(self, pair: Pair, reason: str) -> None:
         """Not of interest."""
 
     @override

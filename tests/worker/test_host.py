@@ -26,6 +26,8 @@ from worker.messages import (
     Prefill,
     SamplingParams,
     StopRule,
+    TransferPair,
+    Warm,
     WorkerRole,
 )
 
@@ -205,6 +207,34 @@ async def test_aggregated_output_is_equal_to_the_oracle(single: Single) -> None:
     after = await front_end.idle()
     assert after.free_blocks == before.free_blocks
     await front_end.close()
+
+
+async def pairs_of(end: RawFrontEnd) -> tuple[TransferPair, ...]:
+    """Once there are some, and all are connected."""
+
+    def connected() -> bool:
+        pairs = end.gauges.pairs if end.gauges is not None else ()
+        return bool(pairs) and all(pair.lane for pair in pairs)
+
+    await end.until(connected)
+    assert end.gauges is not None
+    return end.gauges.pairs
+
+
+async def test_a_pair_is_connected_ahead_of_requests_and_both_ends_tell(pair: Pair) -> None:
+    context = await RawFrontEnd.connect(pair.context.address, TOKEN)
+    generation = await RawFrontEnd.connect(pair.generation.address, TOKEN)
+    assert context.welcome is not None
+    generation.send(Warm(peers=(context.welcome.peer,)))
+    for end, side, peer in (
+        (generation, "generation", pair.context),
+        (context, "context", pair.generation),
+    ):
+        (told,) = await pairs_of(end)
+        assert (told.side, told.peer, told.reason) == (side, peer.address.incarnation, "")
+        assert told.lane == ("shm" if pair.device == "cpu" else "cuda_ipc")
+    await context.close()
+    await generation.close()
 
 
 @pytest.mark.parametrize("n", [1, 3])

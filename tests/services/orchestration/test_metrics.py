@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 from prometheus_client import CollectorRegistry
 
+from services.orchestration.api import WorkerPair, WorkerStatus
 from services.orchestration.metrics import RequestMetrics, WorkerCollector
+from tests.support.gauges import IDLE_GAUGES
 from transfer.identity import Incarnation
 from worker.messages import WorkerGauges
 
 
 def make_gauges(total: int) -> WorkerGauges:
-    return WorkerGauges(
-        ready=True,
-        total_blocks=10,
-        free_blocks=10,
-        cached_blocks=0,
-        running=0,
-        waiting=0,
-        suspended=0,
-        transfers_in_flight=0,
-        quarantined_blocks=0,
-        prefill_tokens_total=total,
-        decode_tokens_total=total,
-        cached_tokens_total=total,
-        transferred_bytes_total=total,
-        transferred_blocks_total=total,
-        preemptions_total=0,
-        steps_total=total,
-        host_cached_tokens_total=0,
-        evicted_pages_total=0,
-        demoted_pages_total=0,
-        onboarded_pages_total=0,
-        pulls_succeeded_total=0,
-        pulls_declined_total=0,
-        pulls_failed_total=0,
-        pulls_served_total=0,
-        pulled_tokens_total=0,
+    return IDLE_GAUGES.model_copy(
+        update={"transferred_bytes_total": total, "transfer_busy_ms_total": total}
     )
 
 
@@ -56,6 +35,10 @@ def test_totals_grow_over_a_restart() -> None:
     assert value() == 150
     collector.observe(Incarnation.mint("generation-0"), make_gauges(7))
     assert value() == 157
+    seconds = registry.get_sample_value(
+        "pageferry_transfer_busy_seconds_total", {"instance": "generation-0"}
+    )
+    assert seconds == pytest.approx(0.157)
 
 
 def test_metrics_live_in_the_registry_that_is_passed_in() -> None:
@@ -64,3 +47,30 @@ def test_metrics_live_in_the_registry_that_is_passed_in() -> None:
     RequestMetrics(second)
     assert first.get_sample_value("pageferry_token_conflicts_total") == 1
     assert second.get_sample_value("pageferry_token_conflicts_total") == 0
+
+
+def test_pairs_are_counted_by_the_transport_that_carries_pages() -> None:
+    registry = CollectorRegistry()
+    pairs = (
+        WorkerPair("generation", "context-0@1/0", "shm", ""),
+        WorkerPair("generation", "context-1@1/0", "shm", ""),
+        WorkerPair("generation", "context-2@1/0", "", "being dialled"),
+    )
+    status = WorkerStatus(
+        instance="generation-0",
+        incarnation="generation-0@1",
+        role="generation",
+        state="live",
+        ready=True,
+        staging_bytes=5,
+        pairs=pairs,
+    )
+    registry.register(WorkerCollector(lambda: (status,)))
+    labels = {"instance": "generation-0", "role": "generation"}
+
+    def value(lane: str) -> float | None:
+        found = {**labels, "side": "generation", "lane": lane}
+        return registry.get_sample_value("pageferry_transfer_pairs", found)
+
+    assert (value("shm"), value("none"), value("tcp")) == (2, 1, None)
+    assert registry.get_sample_value("pageferry_worker_staging_bytes", labels) == 5

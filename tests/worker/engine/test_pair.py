@@ -18,7 +18,8 @@ from tests.support.sim_engines import (
     prefill,
     random_prompt,
 )
-from worker.messages import Cancel, Stop
+from worker.inbox import PairsChanged
+from worker.messages import Cancel, Stop, Warm
 
 
 class Pair:
@@ -361,3 +362,20 @@ def test_requests_that_share_a_long_prefix_run_beside_each_other() -> None:
     for index in range(3):
         assert pair.world.choices[f"r{index}", 0].tokens == expected([*common, index], max_tokens=7)
     assert max(len(batch) for batch in pair.generation.executor.batches) >= 2
+
+
+def test_pairs_are_warmed_as_the_front_end_says_and_an_idle_engine_tells_of_them() -> None:
+    pair = Pair()
+    pair.world.send(pair.generation, Warm(peers=(pair.context.address,)))
+    pair.world.drain()
+    assert pair.generation.transfers.warm == (pair.context.address,)
+    gauges = pair.generation.gauges
+    assert gauges is not None
+    assert [(told.side, told.peer) for told in gauges.pairs] == [
+        ("generation", pair.context.incarnation)
+    ]
+    pair.generation.transfers.warm = ()
+    pair.generation.inbox.append(PairsChanged())
+    pair.generation.turn()
+    assert pair.generation.gauges is not None
+    assert pair.generation.gauges.pairs == ()
