@@ -25,6 +25,7 @@ PRELOADED = (
     "tests.transfer.generation_process",
     "tests.transfer.rank_process",
     "tests.transfer.ucx_peer",
+    "tests.transfer.unattachable_peer",
     "tests.support.loaded_ucx",
 )
 WAIT_S = 20.0

@@ -28,8 +28,9 @@ from transfer.ucx.library import STATUS_CANCELED, STATUS_OK, Library
 
 POLL_S: Final = 1.0
 """Upper bound of one sleep, so that a lost event costs a second and not a transfer."""
-RETIRING_POLL_S: Final = 0.01
-"""The same while a worker is to be destroyed, for which there is no event."""
+LOOKING_POLL_S: Final = 0.01
+"""The same while a worker is to be destroyed or a look is not over: there is no event for either.
+"""
 BUSY_ROUNDS: Final = 2
 BUSY_S: Final = 100e-6
 """UCX gives no event when a full queue of a shared memory lane drains. After so many rounds the
@@ -93,6 +94,7 @@ class Driver:
         self._commands: deque[Callable[[], None]] = deque()
         self._live: list[_Live] = []
         self._deliveries: list[Callable[[], None]] = []
+        self._looks: list[Callable[[], bool]] = []
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._woken = False
         self._stopping = False
@@ -192,6 +194,10 @@ class Driver:
         unit.live += 1
         self._live.append(_Live(unit, request, buffer, finished, dropped or _nothing))
 
+    def look(self, look: Callable[[], bool]) -> None:
+        """Call ``look`` after every progress, and soon without any, until it says it is over."""
+        self._looks.append(look)
+
     def deliver(self, callback: Callable[[], None]) -> None:
         """Have the event loop call ``callback``; batched per round, order kept."""
         self._deliveries.append(callback)
@@ -234,8 +240,8 @@ class Driver:
                     time.sleep(BUSY_S)
                 continue
             busy_rounds = 0
-            retiring = any(unit.retired and unit.copies for unit in self._units)
-            for descriptor, _ in self._poller.poll(RETIRING_POLL_S if retiring else POLL_S):
+            looking = self._looks or any(unit.retired and unit.copies for unit in self._units)
+            for descriptor, _ in self._poller.poll(LOOKING_POLL_S if looking else POLL_S):
                 if descriptor == self._wake:
                     os.eventfd_read(self._wake)
 
@@ -250,6 +256,7 @@ class Driver:
         for unit in self._units:
             # Not progress_once: only this one carries out cancellations of endpoints in error.
             unit.worker.progress()
+        self._looks = [look for look in self._looks if not look()]
         self._collect()
         self._reap()
         self._give_up()

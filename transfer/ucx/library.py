@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from transfer.transport import TransportError
 from transfer.ucx.settings import apply_to_process
@@ -26,7 +26,6 @@ MIN_QUERY_VERSION: Final = (1, 12, 0)
 MAX_LANES: Final = 32
 CANCEL_SYMBOL: Final = "_ZN4ucxx7Request6cancelEv"
 CANCELING_SYMBOL: Final = "_ZNK4ucxx8Endpoint16getCancelingSizeEv"
-UNKNOWN_LANES: Final = ("unknown",)
 
 
 class _TransportEntry(ctypes.Structure):
@@ -61,6 +60,16 @@ class _EndpointAttributes(ctypes.Structure):
 _FIELD_TRANSPORTS: Final = 1 << 3
 
 
+class LaneDevice(NamedTuple):
+    """What one lane of an endpoint runs over; ``device`` is empty where it is the connection."""
+
+    transport: str
+    device: str
+
+
+UNKNOWN_LANES: Final = (LaneDevice("unknown", ""),)
+
+
 @dataclass(frozen=True)
 class Library:
     """Names of ucxx that the driver uses, untyped, and the ctypes calls."""
@@ -83,8 +92,12 @@ class Library:
     """
     use_cuda_device: Callable[[int], None]
     """Make a device's context current in the calling thread."""
-    lanes: Callable[[Any], tuple[str, ...]]
-    """Transport names of a live ucxx endpoint, without repetition."""
+    lane_devices: Callable[[Any], tuple[LaneDevice, ...]]
+    """Every lane of a live ucxx endpoint."""
+
+    def lanes(self, endpoint: Any) -> tuple[str, ...]:
+        """Transport names of a live ucxx endpoint, without repetition."""
+        return tuple(dict.fromkeys(lane.transport for lane in self.lane_devices(endpoint)))
 
 
 def mapped_file(name: str) -> str:
@@ -123,7 +136,7 @@ def load() -> Library:
         use_cuda_device=ensure_cuda_context,
         cancel=_cancel_call(ucxx_path),
         canceling=_canceling_call(ucxx_path),
-        lanes=_lanes_call(path, version),
+        lane_devices=_lane_devices_call(path, version),
     )
 
 
@@ -174,14 +187,16 @@ def _canceling_none(endpoint: Any) -> int:
     return 0
 
 
-def _lanes_call(path: str, version: tuple[int, ...]) -> Callable[[Any], tuple[str, ...]]:
+def _lane_devices_call(
+    path: str, version: tuple[int, ...]
+) -> Callable[[Any], tuple[LaneDevice, ...]]:
     if not path or version < MIN_QUERY_VERSION:
         return _lanes_unknown
     query = ctypes.CDLL(path)["ucp_ep_query"]
     query.argtypes = (ctypes.c_void_p, ctypes.POINTER(_EndpointAttributes))
     query.restype = ctypes.c_int
 
-    def lanes(endpoint: Any) -> tuple[str, ...]:
+    def lane_devices(endpoint: Any) -> tuple[LaneDevice, ...]:
         entries = (_TransportEntry * MAX_LANES)()
         attributes = _EndpointAttributes(field_mask=_FIELD_TRANSPORTS)
         attributes.transports.entries = entries
@@ -189,11 +204,17 @@ def _lanes_call(path: str, version: tuple[int, ...]) -> Callable[[Any], tuple[st
         attributes.transports.entry_size = ctypes.sizeof(_TransportEntry)
         if query(endpoint.handle, ctypes.byref(attributes)) != STATUS_OK:
             return UNKNOWN_LANES
-        used = entries[: attributes.transports.num_entries]
-        return tuple(dict.fromkeys(bytes(entry.transport_name).decode() for entry in used))
+        return tuple(
+            LaneDevice(_text(entry.transport_name), _text(entry.device_name))
+            for entry in entries[: attributes.transports.num_entries]
+        )
 
-    return lanes
+    return lane_devices
 
 
-def _lanes_unknown(endpoint: Any) -> tuple[str, ...]:
+def _text(name: bytes | None) -> str:
+    return "" if name is None else name.decode()
+
+
+def _lanes_unknown(endpoint: Any) -> tuple[LaneDevice, ...]:
     return UNKNOWN_LANES

@@ -32,6 +32,7 @@ from transfer.ucx.driver import Driver
 from transfer.ucx.endpoint import UcxEndpoint
 from transfer.ucx.expectation import BOUND, UcxExpectation
 from transfer.ucx.library import STATUS_OK, available_transports, load
+from transfer.ucx.opening import Opening
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +207,7 @@ class UcxTransport(Transport):
             raise
         endpoint.owns_unit = True
         said = self._library.array(opening)
-        self._driver.watch(unit, raw.stream_send(said), said, _ignore)
+        self._driver.look(Opening(self._driver, endpoint, said, lambda text: _fail(answered, text)))
         answer = bytearray(len(BOUND))
         array = self._library.array(answer)
 
@@ -226,10 +227,6 @@ class UcxTransport(Transport):
 def _fail(future: asyncio.Future[Any], text: str) -> None:
     if not future.done():
         future.set_exception(TransportError(text))
-
-
-def _ignore(status: int, text: str) -> None:
-    """An opening that could not be said shows as a lost endpoint."""
 
 
 def _nothing() -> None:
