@@ -109,6 +109,7 @@ class TransferAgent(PairOwner):
             book=self._book,
             limits=config.limits,
             unstarted=self._end_unstarted,
+            now_s=lambda: self._running_loop().time(),
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._health: asyncio.TimerHandle | None = None
