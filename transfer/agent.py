@@ -111,6 +111,7 @@ class TransferAgent(PairOwner):
             book=self._book,
             limits=config.limits,
             unstarted=self._end_unstarted,
+            now_s=lambda: self._running_loop().time(),
         )
         self._pairs_changed: Callable[[], None] = _nobody_watches
         self._warm = WarmPairs(self.warm, lambda: self._pairs_changed())

@@ -62,11 +62,16 @@ class GrantsOut:
         book: RequestBook,
         limits: TransferLimits,
         unstarted: Unstarted,
+        now_s: Callable[[], float],
+        draw: Callable[[int], int] = secrets.randbits,
     ) -> None:
+        """``now_s`` is the time of the orders' ends; ``draw`` gives so many random bits."""
         self._peers: Final = peers
         self._book: Final = book
         self._limits: Final = limits
         self._unstarted: Final = unstarted
+        self._now_s: Final = now_s
+        self._draw: Final = draw
         self._dialling: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -137,7 +142,7 @@ class GrantsOut:
         except ValueError as error:
             self._unstarted(order.request_id, Outcome.FAILED, str(error), "engine")
             return
-        names = {pair: secrets.token_hex(8) for pair in pairs if pair.granters}
+        names = {pair: f"{self._draw(64):016x}" for pair in pairs if pair.granters}
         if not names:
             self._unstarted(order.request_id, Outcome.SUCCEEDED, NOTHING_SENT, "")
             return
@@ -148,8 +153,7 @@ class GrantsOut:
         sessions = {pair: self._session(order, pair, names[pair]) for pair in names}
         for pair, session in sessions.items():
             running.join(pair, session)
-        left_s = order.end_s - asyncio.get_running_loop().time()
-        left_ms = max(int(left_s * 1000), 1)
+        left_ms = max(int((order.end_s - self._now_s()) * 1000), 1)
         for pair, session in sessions.items():
             pair.drive(session, order.opening(left_ms, pair.granters))
 
@@ -160,5 +164,5 @@ class GrantsOut:
             peer=pair.incarnation,
             plan=pair.plan,
             limits=self._limits,
-            tag=secrets.randbits(64),
+            tag=self._draw(64),
         )

@@ -103,6 +103,8 @@ PULL_TRANSITIONS: Final[Transitions] = {
     (_S.ASKED, PeerLost): _P._on_peer_lost,
     (_S.ASKED, PeerDied): _P._on_peer_died,
     (_S.ASKED, DeadlinePassed): _P._on_deadline,
+    # The answer again.
+    **{(state, PrefixFound): ignore for state in (_S.ANNOUNCED, _S.RECEIVING, _S.COMPLETING)},
     # Cancelled while the answer was on its way.
     (_S.CLOSING, PrefixFound): ignore,
     (_S.CLOSING, PullDeclined): _P._on_declined_late,
@@ -112,15 +114,14 @@ PULL_TRANSITIONS: Final[Transitions] = {
 _MESSAGES: Final = frozenset(
     {PrefixFound, PullDeclined, ChunkSent, Handoff, SenderFailed, CancelSession}
 )
-_ANSWERS: Final = frozenset({PrefixFound, PullDeclined})
 PULL_IMPOSSIBLE: Final[Mapping[SessionState, frozenset[type]]] = {
     # The pull has not been sent: the peer does not know this session.
     _S.NEW: _MESSAGES | {PagesReady, PostEnded, DeadlinePassed},
     # Pages are given after the answer, bytes and handoff come after the pages.
     _S.ASKED: frozenset({PullRequested, PagesReady, PostEnded, ChunkSent, Handoff}),
-    # A pull is answered once.
+    # What was found is not declined.
     **{
-        state: (GENERATION_IMPOSSIBLE[state] - _GRANTED_ONLY) | {PullRequested} | _ANSWERS
+        state: (GENERATION_IMPOSSIBLE[state] - _GRANTED_ONLY) | {PullRequested, PullDeclined}
         for state in (_S.ANNOUNCED, _S.RECEIVING, _S.COMPLETING)
     },
     _S.CLOSING: frozenset({PullRequested, PagesReady}),

@@ -5,7 +5,7 @@ session id, carries out commands in order, and knows nothing of the protocol.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -13,26 +13,31 @@ from typing import cast
 from typing_extensions import override
 
 from kvcache_core.lease import PageLease
-from tests.sim.transfer_memory import Buffer, Message, StampedMemory
-from tests.sim.transfer_network import Link, PostedEnd
-from tests.sim.transfer_process import CONTEXT, Process
+from tests.sim.transfer_endpoint import SimEndpoint
+from tests.sim.transfer_memory import StampedMemory
+from tests.sim.transfer_network import Link
+from tests.sim.transfer_process import Process
+from tests.sim.transfer_terrain import Site
 from transfer.agent_config import AgentConfig
 from transfer.agent_counters import TransferCounters
 from transfer.agent_events import AgentEvent, LeaseEnded, SessionEnded
 from transfer.agent_pair import Pair, Side
+from transfer.agent_peers import PeerConnector
 from transfer.agent_requests import RequestBook, RunningRequest
 from transfer.costs import TransferCosts
 from transfer.deadlines import TransferLimits
-from transfer.generation_session import GenerationSession
 from transfer.grants_in import GrantsIn
+from transfer.grants_out import GrantsOut, Order
 from transfer.identity import Incarnation, RankId
 from transfer.leased_pages import LeasedPages
-from transfer.messages import Grant, HandoffData, SessionMessage
+from transfer.messages import Grant, HandoffData, Pull, SessionMessage
 from transfer.outcome import Outcome, PeerFate, PostStatus
 from transfer.pair_posts import PairPosts, Schedule
+from transfer.peers import granters_to
 from transfer.pending import EndedSessions, PendingCancels
 from transfer.plan import TransferPlan
 from transfer.post_order import PostOrder
+from transfer.rank_info import RankInfo
 from transfer.region import Post
 from transfer.request_transfer import LocalEvent, RequestTransfer
 from transfer.session import Session, SessionState
@@ -49,19 +54,22 @@ from transfer.session_events import (
     AnnounceRequested,
     CancelRequested,
     DeadlinePassed,
+    DeclineRequested,
     FailureReported,
-    GrantRequested,
+    FoundRequested,
     HandOffRequested,
     NoDecodeRequested,
     PeerDied,
     PeerLost,
     PostEnded,
 )
-from transfer.transport import Completion, Ended, Endpoint, Lost, PostedRequest
+from transfer.transport import Completion
 
 LIMITS = TransferLimits(floor_ms=600, least_bytes_per_ms=100, drain_ms=400)
 FAILURES = ("fail",)
 """Why requests fail here: because the test says so."""
+DIFFER = "ranks of the source found"
+"""Or because sources in the same place, which match their caches each on its own here, differ."""
 LATE_MS = 500
 """A timer that is held up with its process waits this long for what has come meanwhile."""
 
@@ -88,98 +96,16 @@ Watch = Callable[[Handled | Stray], None]
 Tell = Callable[[Handled], None]
 
 
-class SimRequest(PostedRequest):
-    """Nobody looks at it."""
-
-    @property
-    @override
-    def ended(self) -> bool:
-        raise NotImplementedError
-
-    @override
-    def cancel(self) -> None:
-        raise NotImplementedError
-
-
-class SimEndpoint(Endpoint):
-    """One end of a link."""
-
-    def __init__(self, link: Link, process: Process, doubted: Callable[[], None]) -> None:
-        self._link = link
-        self._process = process
-        self._doubted = doubted
-
-    @property
-    @override
-    def alive(self) -> bool:
-        return self._link.open[self._process.side]
-
-    @property
-    @override
-    def lanes(self) -> tuple[str, ...]:
-        return ()
-
-    @override
-    def on_lost(self, lost: Lost) -> None:
-        raise NotImplementedError
-
-    @override
-    def post_send(self, buffer: object, tag: int, ended: Ended) -> PostedRequest:
-        return self._post(buffer, tag, ended)
-
-    @override
-    def post_receive(self, buffer: object, tag: int, ended: Ended) -> PostedRequest:
-        return self._post(buffer, tag, ended)
-
-    def _post(self, buffer: object, tag: int, ended: Ended) -> PostedRequest:
-        assert isinstance(buffer, Buffer)
-        process = self._process
-
-        def told(status: PostStatus) -> None:
-            process.run(partial(tell, status))
-
-        def tell(status: PostStatus) -> None:
-            ended(Completion(status))
-            if status is PostStatus.LOST and isinstance(buffer, Message):
-                self._doubted()
-
-        def touch(other: PostedEnd) -> None:
-            if process.side == CONTEXT:
-                end.content = buffer.read()
-            else:
-                assert isinstance(other.content, list)
-                buffer.write(other.content)
-
-        def reaches() -> bool:
-            return process.alive and not self._link.torn_down[process.side]
-
-        end = PostedEnd(process.side, touch, told, reaches)
-        buffer.posted(end)
-        self._link.post(tag, end)
-        return SimRequest()
-
-
-@dataclass(frozen=True)
-class Peer:
-    """What is known of the process at the other end."""
-
-    incarnation: Incarnation
-    rank: int = 0
-
-    @property
-    def rank_id(self) -> RankId:
-        return RankId(self.incarnation, self.rank)
-
-
 class SimPair:
     """One end of a link with its sessions: what ``transfer.agent_pair`` is."""
 
-    def __init__(self, agent: SimAgent, link: Link, peer: Incarnation, plan: TransferPlan) -> None:
+    def __init__(self, agent: SimAgent, link: Link, peer: RankInfo, plan: TransferPlan) -> None:
         self.agent = agent
         self.link = link
-        self.peer = Peer(peer)
-        self.incarnation = peer
+        self.peer = peer
+        self.incarnation = peer.incarnation
         self.plan = plan
+        self.granters = len(granters_to(peer, agent.instance, 0))
         self.process = agent.process
         self.side = (Side.CONTEXT, Side.GENERATION)[self.process.side]
         self.sessions: dict[str, Session] = {}
@@ -219,7 +145,7 @@ class SimPair:
         session = self.sessions.get(message.session)
         if session is not None:
             self.drive(session, message)
-        elif isinstance(message, Grant):
+        elif isinstance(message, Grant | Pull):
             self.agent.grants_in.take(self.as_pair, message)
         else:
             for watch in self.agent.watches:
@@ -244,7 +170,8 @@ class SimPair:
     def drive(self, session: Session, event: object) -> None:
         """Let a session handle an event; carry out what it commands."""
         if isinstance(event, FailureReported):
-            assert event.reason in FAILURES, f"the request was used wrongly: {event.reason}"
+            known = event.reason in FAILURES or event.reason in self.agent.reasons
+            assert known or event.reason.startswith(DIFFER), f"used wrongly: {event.reason}"
         before = session.state
         commands = session.handle(event, self.process.clock.now_ms)
         handled = Handled(self.process, session, event, before)
@@ -279,6 +206,8 @@ class SimPair:
                 self._order.made(session.session, command.posts)
                 self.posts.add(session, command)
             case Report(event=event):
+                if isinstance(event, SessionEnded):
+                    self.agent.reasons.add(event.reason)
                 self.agent.book.heard(session, event, cause)
             case ArmDeadline(at_ms=at_ms):
                 self._arm(session, at_ms)
@@ -350,6 +279,19 @@ class SimBook(RequestBook):
         return super().open(side, core, prompt_tokens)
 
 
+class SimPeers(PeerConnector):
+    """Connections that are there."""
+
+    def __init__(self, agent: SimAgent) -> None:
+        self._agent = agent
+        self.info = agent.info
+
+    @override
+    def open_pair(self, side: Side, peer: RankId) -> Pair | None:
+        pair = self._agent.open_pair(peer)
+        return pair.as_pair if pair is not None else None
+
+
 class SimAgent:
     """Transfers of one process: the verbs of ``transfer.agent``."""
 
@@ -357,18 +299,23 @@ class SimAgent:
         self,
         process: Process,
         memory: StampedMemory,
-        views: Mapping[int, int],
+        site: Site,
+        instance: Sequence[RankInfo],
         costs: TransferCosts,
         watches: list[Watch],
         told: Tell,
     ) -> None:
         self.process = process
         self.memory = memory
+        self.info = site.info
+        self.instance = instance
         self.watches = watches
         self.told = told
         self.pairs: list[SimPair] = []
         self.dead: set[Incarnation] = set()
         self.drops: list[str] = []
+        self.reasons: set[str] = set()
+        """Why sessions have ended: those beside them are told the same."""
         self.started: Counter[str] = Counter()
         """Requests, and grants that ended before, by request id."""
         self.dialling: set[str] = set()
@@ -377,7 +324,7 @@ class SimAgent:
         """Ids of requests that are over."""
         self.deliver: Callable[[AgentEvent], None]
         self.book = SimBook(
-            pages=LeasedPages(views),
+            pages=LeasedPages(site.views),
             counters=TransferCounters(),
             deliver=lambda event: self.deliver(event),
             over=self._request_over,
@@ -391,6 +338,16 @@ class SimAgent:
             cancels=self._cancels,
             ended=self._ended,
             config=AgentConfig(host="", cluster_token="", limits=LIMITS, costs=costs),
+        )
+        self._grants_out = GrantsOut(
+            peers=SimPeers(self),
+            book=self.book,
+            limits=LIMITS,
+            unstarted=lambda request, outcome, why, _kind: self._end_unstarted(
+                request, outcome, why
+            ),
+            now_s=lambda: process.clock.now_ms / 1000,
+            draw=process.rng.getrandbits,
         )
 
     def session(self, request_id: str) -> Session | None:
@@ -407,22 +364,15 @@ class SimAgent:
         self.dialling.add(request_id)
         return True
 
-    def grant(self, request_id: str, pair: SimPair, prompt_tokens: int, deadline_ms: int) -> None:
-        self.dialling.remove(request_id)
-        name = f"{request_id}-{self.process.rng.getrandbits(64):x}"
-        running = self.book.open(
-            Side.GENERATION, RequestTransfer(request_id, 1, name), prompt_tokens
-        )
-        session = GenerationSession(
-            request_id=request_id,
-            session=name,
-            peer=pair.incarnation,
-            plan=pair.plan,
-            limits=LIMITS,
-            tag=self.process.rng.getrandbits(64),
-        )
-        running.join(pair.as_pair, session)
-        pair.drive(session, GrantRequested(prompt_tokens, deadline_ms, 1))
+    def open(self, order: Order) -> None:
+        """``grant`` and ``pull``: there is a connection to each of the order's ranks."""
+        self.dialling.remove(order.request_id)
+        self._grants_out.open(order)
+
+    def open_pair(self, peer: RankId) -> SimPair | None:
+        """The connection to a rank, if there is one."""
+        mine = [pair for pair in self.pairs if pair.peer.rank_id == peer]
+        return mine[-1] if mine and mine[-1].open else None
 
     def no_connection(self, request_id: str) -> None:
         """A grant whose deadline passed before there was a connection."""
@@ -437,10 +387,16 @@ class SimAgent:
         else:
             running.give(first_block, end_block, lease)
 
+    def found(self, request_id: str, end_block: int) -> None:
+        self._tell(request_id, FoundRequested(end_block))
+
+    def decline(self, request_id: str, reason: str) -> None:
+        self._tell(request_id, DeclineRequested(reason))
+
     def announce(self, request_id: str) -> None:
         self._tell(request_id, AnnounceRequested())
 
-    def hand_off(self, request_id: str, data: HandoffData) -> None:
+    def hand_off(self, request_id: str, data: HandoffData | None) -> None:
         self._tell(request_id, HandOffRequested(data))
 
     def no_decode(self, request_id: str) -> None:

@@ -20,6 +20,7 @@ from tests.sim.transfer_cells import (
     UNKNOWN,
     Cell,
     Fault,
+    Opening,
     Way,
     death_at_once,
 )
@@ -57,7 +58,7 @@ class CellRun:
     def __init__(self, cell: Cell, variant: int) -> None:
         self.cell = cell
         self.variant = variant
-        self.side, self.way, self.state = cell.moment
+        self.side, self.way, self.state, self.opening = cell.moment
         self.fault = cell.fault
         self.recipe = RECIPES[cell.moment]
         if self.fault is Fault.LATE:
@@ -89,7 +90,7 @@ class CellRun:
         hears_ms = (3, 12) if variant == 1 else (0, 0)
         self.world = World(1_000 * number + variant, terrain, weather, hears_ms=hears_ms)
         self.world.watches += [self._watch, self._look]
-        self.ranks = (self.world.contexts[0], self.world.generations[0])
+        self.ranks = tuple(self.world.ranks)
         self.deeds_done = False
         self.looking = False
         self.hits: list[SessionState | str] = []
@@ -131,7 +132,9 @@ class CellRun:
         return DIES.get(self.fault) != self.side
 
     def _begin(self) -> None:
-        start = partial(self.world.start, REQUEST, self.script, *self.ranks)
+        if self.opening is Opening.PULL:
+            self.ranks[CONTEXT].engine.remember(self.script.whole_blocks)
+        start = partial(self.world.start, REQUEST, self.script, *self.world.instances)
         if self.state != UNKNOWN:
             start()
         elif self.side == GENERATION:
@@ -310,7 +313,7 @@ class CellRun:
         """A cancellation is not meant for a later request with the same id."""
         if not self._undisturbed():
             return
-        self.world.start(REQUEST, self.script, *self.ranks)
+        self.world.start(REQUEST, self.script, *self.world.instances)
         self.world.finish()
         for rank in self.ranks:
             last = self.world.ends(rank, REQUEST)[-1]

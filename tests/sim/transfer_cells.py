@@ -20,7 +20,6 @@ from transfer.session import SessionState
 
 S = SessionState
 UNKNOWN: Final = "unknown"
-SIDES: Final = {CONTEXT: "context", GENERATION: "generation"}
 
 
 class Way(Enum):
@@ -43,18 +42,26 @@ class Fault(Enum):
     """Whatever is under way is held up, for less or for more than sessions wait."""
 
 
+class Opening(Enum):
+    """How sessions begin, with what their ends are called."""
+
+    GRANT = ("context", "generation")
+    PULL = ("source", "puller")
+
+
 class Moment(NamedTuple):
     """A cancellation that comes to ``side`` in ``state``."""
 
     side: int
     way: Way
     state: SessionState | str
+    opening: Opening = Opening.GRANT
 
     @property
     def name(self) -> str:
         """For test ids."""
         state = self.state if isinstance(self.state, str) else self.state.value
-        return f"{self.way.value}-{SIDES[self.side]}-{state}".replace(" ", "-")
+        return f"{self.way.value}-{self.opening.value[self.side]}-{state}".replace(" ", "-")
 
 
 _SCRIPT: Final = Script(
@@ -96,7 +103,7 @@ _COMPUTED: Final = replace(_QUICK, allocate_ms=(60, 60))
 _DOUBTS: Final = replace(_SLOW_MOVES, notice_ms=(5, 10), teardown_ms=(0, 10), endings_ms=(0, 10))
 _C, _G = CONTEXT, GENERATION
 
-RECIPES: Final[Mapping[Moment, Recipe]] = {
+_OF_GRANTS: Final[Mapping[Moment, Recipe]] = {
     Moment(_C, Way.ASKED, UNKNOWN): Recipe(None),
     Moment(_C, Way.ASKED, S.GRANTED): Recipe(S.GRANTED),
     Moment(_C, Way.ASKED, S.ANNOUNCED): Recipe(S.ANNOUNCED),
@@ -150,13 +157,57 @@ RECIPES: Final[Mapping[Moment, Recipe]] = {
     ),
     Moment(_G, Way.TOLD, S.CLOSED): Recipe(S.GRANTED, deeds=((_C, "cancel"), (_G, "fail"))),
 }
+
+
+def _of_pull(moment: Moment) -> Moment:
+    """The same moment of a pull: in place of the grant there is the question."""
+    state = S.ASKED if moment.state is S.GRANTED else moment.state
+    return Moment(moment.side, moment.way, state, Opening.PULL)
+
+
+def _pulling(recipe: Recipe) -> Recipe:
+    """Pages that are gathered move long after they are given; the handoff comes after that."""
+    at = S.ASKED if recipe.at is S.GRANTED else recipe.at
+    step_ms = (100, 100) if max(recipe.script.chunk_ms) else (0, 0)
+    return replace(recipe, at=at, script=replace(recipe.script, least_blocks=2, chunk_ms=step_ms))
+
+
+_GIVEN_UP: Final[Mapping[Moment, Recipe]] = {
+    Moment(_C, Way.ASKED, S.HANDED_OFF): Recipe(S.HANDED_OFF, moving=True, script=_COMPUTED),
+    Moment(_C, Way.TOLD, S.HANDED_OFF): Recipe(
+        S.HANDED_OFF,
+        moving=True,
+        deeds=((_G, "cancel"),),
+        script=_COMPUTED,
+        weather=_SLOW_MOVES,
+    ),
+    Moment(_G, Way.ASKED, S.COMPLETING): Recipe(S.COMPLETING, moving=True, script=_QUICK),
+    Moment(_G, Way.TOLD, S.COMPLETING): Recipe(
+        S.COMPLETING,
+        moving=True,
+        deeds=((_C, "cancel"),),
+        script=_QUICK,
+        weather=_SLOW_MOVES,
+    ),
+    Moment(_C, Way.ASKED, S.CLOSING): Recipe(
+        S.SHIPPING, moving=True, deeds=((_C, "fail"),), weather=_SLOW_MOVES
+    ),
+    Moment(_G, Way.ASKED, S.CLOSING): Recipe(
+        S.RECEIVING, moving=True, deeds=((_G, "fail"),), weather=_SLOW_MOVES
+    ),
+}
+"""Where a pull comes to a moment in another way: nothing is computed, and it always hands off."""
+_OF_PULLS: Final[Mapping[Moment, Recipe]] = {
+    _of_pull(moment): _pulling(recipe) for moment, recipe in {**_OF_GRANTS, **_GIVEN_UP}.items()
+}
+RECIPES: Final[Mapping[Moment, Recipe]] = {**_OF_GRANTS, **_OF_PULLS}
 """Every moment that can come, and the way to it."""
 
 _GIVES_UP: Final = replace(
     _SLOW_MOVES, teardown_ms=(1_000, 1_000), endings_ms=(1_000, 1_000), remote_access=False
 )
 """Requests end long after their session has given up waiting for them."""
-LATE_IN_DOUBT: Final[Mapping[Moment, Recipe]] = {
+_LATE_OF_GRANTS: Final[Mapping[Moment, Recipe]] = {
     Moment(_C, Way.ASKED, S.DOUBT): Recipe(
         S.SHIPPING, moving=True, deeds=((_C, "hold"), (_C, "fail")), weather=_GIVES_UP
     ),
@@ -164,23 +215,34 @@ LATE_IN_DOUBT: Final[Mapping[Moment, Recipe]] = {
         S.RECEIVING, moving=True, deeds=((_G, "hold"), (_G, "fail")), weather=_GIVES_UP
     ),
 }
+LATE_IN_DOUBT: Final[Mapping[Moment, Recipe]] = {
+    **_LATE_OF_GRANTS,
+    **{_of_pull(moment): _pulling(recipe) for moment, recipe in _LATE_OF_GRANTS.items()},
+}
 """Doubt into which requests still end: the only thing that can be late there."""
 
-NEVER: Final[Mapping[Moment, str]] = {
-    Moment(_C, Way.ASKED, S.NEW): "a session takes its grant in the turn that makes it",
-    Moment(_G, Way.ASKED, S.NEW): "a session sends its grant in the turn that makes it",
+_NEVER: Final[Mapping[Moment, str]] = {
+    Moment(_C, Way.ASKED, S.NEW): "a session takes its opening in the turn that makes it",
+    Moment(_G, Way.ASKED, S.NEW): "a session sends its opening in the turn that makes it",
     Moment(_C, Way.TOLD, S.DOUBT): "doubt begins when the connection is gone, messages and all",
+}
+NEVER: Final[Mapping[Moment, str]] = {
+    **_NEVER,
+    **{_of_pull(moment): reason for moment, reason in _NEVER.items()},
 }
 """Moments that the tables provide for and no shell can bring about."""
 
 IMPOSSIBLE: Final[Mapping[tuple[Moment, Fault], str]] = {
     **{
-        (Moment(side, Way.ASKED, S.DOUBT), Fault.LOST): "doubt begins when the connection is lost"
+        (Moment(side, Way.ASKED, S.DOUBT, opening), Fault.LOST): "doubt begins when the connection "
+        "is lost"
+        for opening in Opening
         for side in (_C, _G)
     },
     **{
-        (Moment(_G, Way.ASKED, UNKNOWN), fault): "a request that was cancelled before its grant "
-        "has nothing to do with the context"
+        (Moment(_G, Way.ASKED, UNKNOWN, opening), fault): "what was cancelled before its opening "
+        "has nothing to do with the other end"
+        for opening in Opening
         for fault in (Fault.CONTEXT_DIES, Fault.LOST, Fault.LATE)
     },
 }

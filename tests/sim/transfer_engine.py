@@ -1,6 +1,7 @@
 """Engines that do as a script says, over a real cache manager: they allocate, compute, lease, land.
 
-The order of calls is that of ``worker.context`` and ``worker.generation``.
+The order of calls is that of ``worker.context`` and ``worker.generation``, of
+``worker.served_pulls`` and ``worker.pulls``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from kvcache_core.sequence import SequenceCache
 from tests.sim.transfer_agent import SimAgent
 from tests.sim.transfer_memory import Place, StampedMemory
 from tests.sim.transfer_process import CONTEXT, Process
+from tests.sim.transfer_terrain import BLOCK
 from transfer.agent_events import (
     AgentEvent,
     AnnounceReceived,
@@ -25,6 +27,8 @@ from transfer.agent_events import (
     LeaseEnded,
     LeaseInDoubt,
     NoDecodeReceived,
+    PrefixFoundReceived,
+    PullReceived,
     SessionEnded,
 )
 from transfer.lease import TransferLease
@@ -34,6 +38,9 @@ from transfer.outcome import Outcome
 SCOPE = b"model"
 RETRY_MS = (5, 40)
 TOKEN = 7
+FIRST_TOKENS = HandoffData(choices=(ChoiceHandoff(token=TOKEN),), cached_tokens=0)
+NO_TOKENS = HandoffData(choices=(), cached_tokens=0)
+HERE_BY_NOW = "the prefix is here by now"
 
 
 @dataclass(frozen=True)
@@ -50,8 +57,15 @@ class Script:
     decode_ms: tuple[int, int] = (0, 60)
     deadline_ms: int = 20_000
     no_decode: bool = False
+    least_blocks: int | None = None
+    """A prefix pull with fewer blocks is not worth it; None for a request that is granted."""
     deeds: tuple[tuple[int, int, str], ...] = ()
     """(side, milliseconds after the start, "cancel" or "fail")."""
+
+    @property
+    def whole_blocks(self) -> tuple[int, ...]:
+        """Of the prompt: what a pull asks for."""
+        return self.prompt[: len(self.prompt) // BLOCK * BLOCK]
 
 
 @dataclass(eq=False)
@@ -64,6 +78,7 @@ class Leg:
     over: bool = False
     received: bool = False
     lands_from: int = 0
+    lands_to: int = 0
 
 
 @dataclass(eq=False)
@@ -97,6 +112,8 @@ class SimEngine:
         self.leases: dict[int, PageLease] = {}
         """Leases given to sessions and not given back."""
         self.quarantines = 0
+        self.pulled = 0
+        """Prefixes that came in whole."""
         self._layout = layout
         self._block = layout.tokens_per_block
         self._script_of = script_of
@@ -127,6 +144,12 @@ class SimEngine:
             case GrantReceived(request_id=request_id):
                 leg = self._open_leg(request_id)
                 self.process.later(leg.script.prefill_ms, lambda: self._prefill(request_id, leg))
+            case PullReceived(request_id=request_id):
+                leg = self._open_leg(request_id)
+                self.process.later(leg.script.prefill_ms, lambda: self._serve(leg, event))
+            case PrefixFoundReceived(request_id=request_id):
+                leg = self._legs[request_id]
+                self.process.later(leg.script.allocate_ms, lambda: self._land_prefix(leg, event))
             case AnnounceReceived(request_id=request_id):
                 leg = self._legs[request_id]
                 self.process.later(leg.script.allocate_ms, lambda: self._land(request_id, leg))
@@ -136,8 +159,12 @@ class SimEngine:
                 heard.chunks_end = end_block
                 self._check_content(self._legs[request_id], end_block)
             case HandoffReceived(request_id=request_id, data=data):
-                assert data is not None
-                assert data.choices[0].token == TOKEN
+                if self._legs[request_id].script.least_blocks is not None:
+                    assert data == NO_TOKENS
+                elif data is None:
+                    assert not self.agent.info.shape.leads
+                else:
+                    assert data.choices[0].token == TOKEN
                 self._decode(request_id)
             case NoDecodeReceived():
                 pass
@@ -203,8 +230,7 @@ class SimEngine:
         if leg.script.no_decode:
             self.agent.no_decode(request_id)
         else:
-            data = HandoffData(choices=(ChoiceHandoff(token=TOKEN),), cached_tokens=0)
-            self.agent.hand_off(request_id, data)
+            self._hand_off(request_id, FIRST_TOKENS)
         self._close(leg)
 
     def _compute(self, leg: Leg, cache: SequenceCache, start: int, end: int) -> None:
@@ -220,6 +246,65 @@ class SimEngine:
         lease = self._lease(leg.cache, start, end)
         self.agent.give(request_id, start, end, lease)
 
+    def _hand_off(self, request_id: str, data: HandoffData) -> None:
+        self.agent.hand_off(request_id, data if self.agent.info.shape.leads else None)
+
+    # Source of a prefix.
+
+    def remember(self, prompt: tuple[int, ...]) -> None:
+        """Compute a prompt for the prefix cache alone."""
+        leg = Leg("before", Script(prompt))
+        leg.cache = cache = self.manager.open(SCOPE, prompt, max_match=0)
+        assert cache.grow(len(prompt))
+        self._lend(leg, cache, 0)
+        self._compute(leg, cache, 0, -(-len(prompt) // self._block))
+        cache.advance(len(prompt))
+        cache.commit(prompt)
+        self._close(leg)
+
+    def _serve(self, leg: Leg, event: PullReceived) -> None:
+        """Whatever befalls the pull meanwhile, what is leased is given to the transfer."""
+        if leg.over:
+            return
+        tokens = tuple(event.prefix.tokens.tolist())
+        cache = self._open_whole_blocks(tokens, len(tokens))
+        blocks = cache.matched_tokens // self._block
+        request_id, step_ms = event.request_id, leg.script.chunk_ms
+        if blocks < event.least_blocks:
+            cache.close()
+            self.agent.decline(request_id, f"{blocks} blocks are here")
+            return
+        lease = self._lease(cache, 0, blocks)
+        cache.close()
+        self.agent.found(request_id, blocks)
+
+        def ship() -> None:
+            self.agent.give(request_id, 0, blocks, lease)
+            self.process.later(step_ms, hand_off)
+
+        def hand_off() -> None:
+            if not leg.over:
+                self._hand_off(request_id, NO_TOKENS)
+
+        self.process.later(step_ms, ship)
+
+    # Puller.
+
+    def _land_prefix(self, leg: Leg, event: PrefixFoundReceived) -> None:
+        if leg.over:
+            return
+        request_id, end = event.request_id, event.end_block
+        assert leg.script.least_blocks is not None
+        assert leg.script.least_blocks <= end <= len(leg.script.whole_blocks) // self._block
+        cache = self._open_whole_blocks(leg.script.prompt, end * self._block)
+        first = cache.matched_tokens // self._block
+        if first == end or not cache.grow_to_receive(end * self._block):
+            cache.close()
+            self.agent.cancel(request_id, HERE_BY_NOW if first == end else "no room")
+            return
+        leg.cache = cache
+        self._wait_for(request_id, leg, first, end)
+
     # Generation.
 
     def _land(self, request_id: str, leg: Leg) -> None:
@@ -227,21 +312,26 @@ class SimEngine:
             return
         prompt, block = leg.script.prompt, self._block
         cache = self.manager.open(SCOPE, prompt, max_match=len(prompt))
-        matched = cache.matched_tokens
-        if matched < len(prompt) and matched % block:
+        if cache.matched_tokens < len(prompt):
             cache.close()
-            cache = self.manager.open(SCOPE, prompt, max_match=matched - matched % block)
-            matched = cache.matched_tokens
+            cache = self._open_whole_blocks(prompt, len(prompt))
+        matched = cache.matched_tokens
         if not cache.grow_to_receive(len(prompt)):
             cache.close()
             self.process.later(RETRY_MS, lambda: self._land(request_id, leg))
             return
         leg.cache = cache
         end = -(-len(prompt) // block)
-        leg.lands_from = end if matched == len(prompt) else matched // block
-        self._lend(leg, cache, leg.lands_from)
-        lease = self._lease(cache, leg.lands_from, end)
-        self.agent.give(request_id, leg.lands_from, end, lease)
+        first = end if matched == len(prompt) else matched // block
+        self._wait_for(request_id, leg, first, end)
+
+    def _wait_for(self, request_id: str, leg: Leg, first: int, end: int) -> None:
+        """Say where blocks ``[first, end)`` go."""
+        assert leg.cache is not None
+        leg.lands_from, leg.lands_to = first, end
+        self._lend(leg, leg.cache, first)
+        lease = self._lease(leg.cache, first, end)
+        self.agent.give(request_id, first, end, lease)
 
     def _decode(self, request_id: str) -> None:
         leg, prompt = self._legs[request_id], self._legs[request_id].script.prompt
@@ -249,10 +339,12 @@ class SimEngine:
         assert not leg.received, "a request was handed off twice"
         leg.received = True
         self._heard(request_id).handoffs += 1
-        self._check_content(leg, -(-len(prompt) // self._block))
-        leg.cache.advance(len(prompt))
-        if leg.cache.committed < len(prompt):
-            leg.cache.commit(prompt[leg.cache.committed :])
+        self.pulled += leg.script.least_blocks is not None
+        self._check_content(leg, leg.lands_to)
+        tokens = min(leg.lands_to * self._block, len(prompt))
+        leg.cache.advance(tokens)
+        if leg.cache.committed < tokens:
+            leg.cache.commit(prompt[leg.cache.committed : tokens])
         self.process.later(leg.script.decode_ms, lambda: self._close(leg))
 
     def _check_content(self, leg: Leg, end_block: int) -> None:
@@ -267,6 +359,15 @@ class SimEngine:
                     assert self.memory.holds(place, self._mark(leg, block), block), "wrong page"
 
     # Both.
+
+    def _open_whole_blocks(self, tokens: tuple[int, ...], limit: int) -> SequenceCache:
+        """A sequence that holds whole blocks only, of the first ``limit`` tokens at most."""
+        cache = self.manager.open(SCOPE, tokens, max_match=limit // self._block * self._block)
+        while excess := cache.matched_tokens % self._block:
+            limit = cache.matched_tokens - excess
+            cache.close()
+            cache = self.manager.open(SCOPE, tokens, max_match=limit)
+        return cache
 
     def _open_leg(self, request_id: str) -> Leg:
         earlier = self._legs.get(request_id)

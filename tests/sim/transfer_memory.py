@@ -7,7 +7,7 @@ anew or changed under a request that has not ended is found at once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,12 +27,11 @@ Place = tuple[int, int]
 
 
 class Value(NamedTuple):
-    """Content of one page: which tokens it was computed from, and which of their pages it is."""
+    """Content of one page: which tokens it was computed from, which block and layers it is of."""
 
     mark: int
     block: int
-    pool_group: int
-    pool: int
+    part: str
 
 
 class Buffer:
@@ -50,9 +49,15 @@ class Buffer:
 
 
 class StampedMemory(PageCopier, PageMemory):
-    """Memory of one rank."""
+    """Memory of one rank. ``parts`` names what lies in each pool, on all ranks alike."""
 
-    def __init__(self, layout: LayoutPlan, staging: SimStaging | None) -> None:
+    def __init__(
+        self,
+        layout: LayoutPlan,
+        parts: Mapping[tuple[int, int], str],
+        staging: SimStaging | None,
+    ) -> None:
+        self._parts = parts
         self._pools = [len(group.slot_bytes) for group in layout.pool_groups]
         self._content: dict[tuple[int, int, int], Value] = {}
         self._owner: dict[Place, str] = {}
@@ -79,15 +84,19 @@ class StampedMemory(PageCopier, PageMemory):
         assert self._owner[place] == owner, f"{owner} computes {place} of {self._owner[place]}"
         pool_group, slot = place
         for pool in range(self._pools[pool_group]):
-            self._content[pool_group, pool, slot] = Value(mark, block, pool_group, pool)
+            self._content[pool_group, pool, slot] = self._value(pool_group, pool, mark, block)
 
     def holds(self, place: Place, mark: int, block: int) -> bool:
         """Whether all pages of a slot hold this block."""
         pool_group, slot = place
         return all(
-            self._content.get((pool_group, pool, slot)) == (mark, block, pool_group, pool)
+            self._content.get((pool_group, pool, slot))
+            == self._value(pool_group, pool, mark, block)
             for pool in range(self._pools[pool_group])
         )
+
+    def _value(self, pool_group: int, pool: int, mark: int, block: int) -> Value:
+        return Value(mark, block, self._parts[pool_group, pool])
 
     def leased(self, lease: PageLease) -> None:
         """The pages of a lease are pinned."""
@@ -175,7 +184,7 @@ class StampedMemory(PageCopier, PageMemory):
     def put(self, keys: Sequence[tuple[int, int, int]], values: Sequence[Value]) -> None:
         """Fill pages."""
         for key, value in zip(keys, values, strict=True):
-            assert key[:2] == value[2:], f"page {key} got {value}"
+            assert self._parts[key[:2]] == value.part, f"page {key} got {value}"
             self._content[key] = value
             self.writes += 1
 

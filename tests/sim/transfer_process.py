@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from tests.sim.transfer_network import Action, Clock
-from transfer.identity import Incarnation
+from transfer.identity import RankId
 
 CONTEXT, GENERATION = 0, 1
 
@@ -16,11 +16,9 @@ CONTEXT, GENERATION = 0, 1
 class Process:
     """``side`` says which end of its links it is."""
 
-    def __init__(
-        self, side: int, incarnation: Incarnation, clock: Clock, rng: random.Random
-    ) -> None:
+    def __init__(self, side: int, rank_id: RankId, clock: Clock, rng: random.Random) -> None:
         self.side = side
-        self.incarnation = incarnation
+        self.rank_id = rank_id
         self.clock = clock
         self.rng = rng
         self.alive = True
@@ -31,7 +29,7 @@ class Process:
 
     @property
     def name(self) -> str:
-        return str(self.incarnation)
+        return str(self.rank_id)
 
     @property
     def paused(self) -> bool:

@@ -15,22 +15,27 @@ from functools import partial
 from unittest.mock import patch
 
 from tests.sim.transfer_agent import Handled, Stray
-from tests.sim.transfer_cells import Moment, Way
+from tests.sim.transfer_cells import Moment, Opening, Way
 from tests.sim.transfer_engine import Script
 from tests.sim.transfer_network import Weather
 from tests.sim.transfer_process import CONTEXT, GENERATION
-from tests.sim.transfer_terrain import BLOCK, TERRAINS
+from tests.sim.transfer_terrain import BLOCK, RANKED, TERRAINS
 from tests.sim.transfer_world import World
 from transfer import staging_buffers
 from transfer.messages import CancelSession
 from transfer.outcome import Outcome
+from transfer.pull_session import PullSession
 from transfer.session import SessionState
 from transfer.session_events import CancelRequested
+from transfer.source_session import SourceSession
 
 REPLAY = "python -m tests.sim.transfer_trials"
 WAYS = {CancelRequested: Way.ASKED, CancelSession: Way.TOLD}
-FAMILIES = 3
-"""Prompts that begin alike, so that prefixes are found in the caches of both sides."""
+EVERYWHERE = (*TERRAINS, *RANKED)
+FAMILIES, KNOWN = 3, 0
+"""Prompts that begin alike, so that prefixes are found in the caches of both sides. Of one kind
+contexts hold some before: that is what is pulled.
+"""
 
 
 class TrialFailed(AssertionError):
@@ -52,9 +57,13 @@ def trial(world: World, name: str, replay: str) -> Iterator[None]:
 
 def random_script(rng: random.Random) -> Script:
     """A prompt of one of the families and all that its engines do with it."""
+    pulls = rng.random() < 0.35
     family, tokens = rng.randrange(FAMILIES), rng.randint(1, 9 * BLOCK)
     own = rng.randint(0, tokens)
-    prompt = [family * 1_000 + position for position in range(own)]
+    if pulls:
+        family, tokens = KNOWN, max(tokens, 3 * BLOCK)
+        own = tokens
+    prompt = [*_of_family(family, own)]
     prompt += [rng.randrange(10_000, 20_000) for _ in range(tokens - own)]
     deeds = []
     for side in (CONTEXT, GENERATION):
@@ -71,8 +80,14 @@ def random_script(rng: random.Random) -> Script:
         decode_ms=(0, rng.choice((10, 300))),
         deadline_ms=rng.choice((60, 200, 5_000, 5_000, 20_000)),
         no_decode=rng.random() < 0.15,
+        least_blocks=rng.randint(1, 3) if pulls else None,
         deeds=tuple(deeds),
     )
+
+
+def _of_family(family: int, tokens: int) -> tuple[int, ...]:
+    """How prompts of a family begin."""
+    return tuple(range(family * 1_000, family * 1_000 + tokens))
 
 
 def random_world(number: int) -> World:
@@ -90,14 +105,20 @@ def random_world(number: int) -> World:
     )
     world = World(
         number,
-        TERRAINS[number % len(TERRAINS)],
+        EVERYWHERE[number % len(EVERYWHERE)],
         weather,
-        ranks=2,
+        instances=2,
         slots=rng.choice((12, 16, 24)),
         deaths_are_known=rng.random() < 0.7,
         hears_ms=(0, rng.choice((0, 5, 40))),
     )
     world.watches.append(partial(_count_moment, world.faults))
+    for context in world.contexts:
+        known = rng.randint(0, 9) * BLOCK
+        for rank in context.ranks:
+            # Ranks of an instance hold the same, unless one has evicted it.
+            if known and rng.random() < 0.9:
+                rank.engine.remember(_of_family(KNOWN, known))
     for index in range(rng.randint(3, 10)):
         script = random_script(rng)
         places = rng.randrange(2), rng.randrange(2)
@@ -105,7 +126,9 @@ def random_world(number: int) -> World:
     for _ in range(rng.randint(0, 4)):
         world.clock.after(
             rng.randint(0, 1_200),
-            partial(_strike, world, rng.choice(("kill", "cut", "hold", "pause")), rng.randrange(4)),
+            partial(
+                _strike, world, rng.choice(("kill", "cut", "hold", "pause")), rng.randrange(12)
+            ),
         )
     return world
 
@@ -119,7 +142,9 @@ def _count_moment(seen_before: Counter[str], seen: Handled | Stray) -> None:
         way = WAYS.get(type(seen.event))
         state = seen.before
     if way is not None:
-        seen_before[Moment(side, way, state).name] += 1
+        pulls = isinstance(seen, Handled) and isinstance(seen.session, PullSession | SourceSession)
+        opening = Opening.PULL if pulls else Opening.GRANT
+        seen_before[Moment(side, way, state, opening).name] += 1
 
 
 def _start(world: World, request_id: str, script: Script, places: tuple[int, int]) -> None:
@@ -128,12 +153,13 @@ def _start(world: World, request_id: str, script: Script, places: tuple[int, int
 
 
 def _strike(world: World, fault: str, place: int) -> None:
-    rank = world.ranks[place]
+    rank = world.ranks[place % len(world.ranks)]
     match fault:
         case "kill":
             world.kill(rank)
             if world.rng.random() < 0.5:
-                world.clock.after(world.rng.randint(0, 300), partial(world.restart, rank))
+                dead = world.instance_of(rank)
+                world.clock.after(world.rng.randint(0, 300), partial(world.restart, dead))
         case "cut":
             world.cut(rank)
         case "hold":
@@ -153,10 +179,14 @@ def run_random(number: int) -> World:
 def tally(world: World) -> Counter[str]:
     """What has happened in a world, for tests that ask whether anything did."""
     seen = Counter(world.faults)
-    for rank in [*world.ranks, *world.buried]:
+    dead = [rank for instance in world.buried for rank in instance.ranks]
+    for rank in [*world.ranks, *dead]:
         engine = rank.engine
         ends = [end for heard in engine.heard.values() for end in heard.ends]
         seen.update(f"{end.outcome.value}" for end in ends if end.outcome is not Outcome.PENDING)
+        seen["declined"] += sum(end.reason.startswith("declined") for end in ends)
+        seen["pulled"] += engine.pulled
+        seen["sources differ"] += sum("ranks of the source" in end.reason for end in ends)
         seen["pages written"] += rank.memory.writes
         seen["staged"] += rank.memory.staged
         seen["quarantined"] += engine.quarantines

@@ -6,25 +6,33 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+
 from tests.sim.transfer_agent import LIMITS, Handled, SimAgent, SimPair, Watch
-from tests.sim.transfer_engine import Script, SimEngine
+from tests.sim.transfer_engine import SCOPE, Script, SimEngine
 from tests.sim.transfer_memory import SimStaging, StampedMemory
 from tests.sim.transfer_network import Clock, Link, Weather
 from tests.sim.transfer_process import CONTEXT, GENERATION, Process
-from tests.sim.transfer_terrain import Terrain
+from tests.sim.transfer_terrain import Site, Terrain
 from transfer.agent_events import SessionEnded
-from transfer.identity import Incarnation
+from transfer.grants_out import GrantOrder, Order
+from transfer.identity import Incarnation, PeerAddress
 from transfer.messages import SessionMessage
 from transfer.outcome import Outcome
+from transfer.prefix import Prefix
+from transfer.pull_order import PullOrder
+from transfer.rank_info import RankInfo
 from transfer.session import SessionState
 from transfer.session_events import PeerLost
 
 DIAL_MS = (20, 50)
 SILENCE_MS = 500
 """A peer without a heartbeat for as long is given up."""
+FELLOWS_MS = (0, 200)
+"""From the death of a rank to that of its instance."""
 STRIKES = ("kill", "cut", "hold", "pause")
 
 
@@ -32,6 +40,7 @@ STRIKES = ("kill", "cut", "hold", "pause")
 class Rank:
     """One process and what runs in it."""
 
+    site: Site
     process: Process
     memory: StampedMemory
     agent: SimAgent
@@ -39,18 +48,42 @@ class Rank:
 
 
 @dataclass(frozen=True, eq=False)
+class Instance:
+    """Processes that live and die together."""
+
+    side: int
+    incarnation: Incarnation
+    ranks: tuple[Rank, ...]
+
+    @property
+    def alive(self) -> bool:
+        """Whether all of it is."""
+        return all(rank.process.alive for rank in self.ranks)
+
+    @property
+    def gone(self) -> bool:
+        """Whether nothing of it lives."""
+        return not any(rank.process.alive for rank in self.ranks)
+
+
+@dataclass(frozen=True, eq=False)
 class Request:
-    """One request between two ranks."""
+    """One request between two instances."""
 
     request_id: str
     script: Script
-    context: Rank
-    generation: Rank
+    context: Instance
+    generation: Instance
     started_ms: int
+
+    @property
+    def end_ms(self) -> int:
+        """When all must be over."""
+        return self.started_ms + self.script.deadline_ms
 
 
 class World:
-    """``ranks`` instances of either role. ``watches`` see every handled event."""
+    """``instances`` of either role. ``watches`` see every handled event."""
 
     def __init__(
         self,
@@ -58,7 +91,7 @@ class World:
         terrain: Terrain,
         weather: Weather,
         *,
-        ranks: int = 1,
+        instances: int = 1,
         slots: int = 24,
         deaths_are_known: bool = True,
         hears_ms: tuple[int, int] = (0, 0),
@@ -79,15 +112,20 @@ class World:
         self._scripts: dict[str, Script] = {}
         self._story: list[tuple[int, str, Handled | None, str]] = []
         self._nonces = 0
-        self.buried: list[Rank] = []
-        """Dead processes that others have taken the place of."""
-        self.contexts = [self._rank(CONTEXT, f"c{n}") for n in range(ranks)]
-        self.generations = [self._rank(GENERATION, f"g{n}") for n in range(ranks)]
+        self.buried: list[Instance] = []
+        """Dead instances that others have taken the place of."""
+        self.contexts = [self._instance(CONTEXT, f"c{n}") for n in range(instances)]
+        self.generations = [self._instance(GENERATION, f"g{n}") for n in range(instances)]
+
+    @property
+    def instances(self) -> list[Instance]:
+        """Those that may be alive."""
+        return [*self.contexts, *self.generations]
 
     @property
     def ranks(self) -> list[Rank]:
         """Processes that may be alive."""
-        return [*self.contexts, *self.generations]
+        return [rank for instance in self.instances for rank in instance.ranks]
 
     def tell(self, text: str) -> None:
         """A line of the story."""
@@ -100,7 +138,8 @@ class World:
             if handled is not None:
                 session, event = handled.session, handled.event
                 text = (
-                    f"{handled.process.name} {session.session}: {handled.before.name} "
+                    f"{handled.process.name} {session.request_id} {session.session}: "
+                    f"{handled.before.name} "
                     f"{type(event).__name__} -> {after}"
                 )
             lines.append(f"{now_ms:6} ms  {text}")
@@ -109,42 +148,60 @@ class World:
     # What goes wrong.
 
     def kill(self, rank: Rank) -> None:
-        """The process is gone; its peers notice, and sooner or later are told, or are not."""
-        process = rank.process
-        if not process.alive:
+        """The process is gone, and soon its instance is. Peers notice, and sooner or later they are
+        told, or are not.
+        """
+        if not rank.process.alive:
             return
-        self.tell(f"{process.name} dies")
         self.faults["kill"] += 1
+        self._die(rank)
+        instance = self.instance_of(rank)
+        for fellow in instance.ranks:
+            if fellow.process.alive:
+                self.clock.after(self.rng.randint(*FELLOWS_MS), partial(self._die_with, fellow))
+        if instance.gone and self.deaths_are_known:
+            self.tell_death(instance)
+
+    def instance_of(self, rank: Rank) -> Instance:
+        """What a rank belongs to."""
+        everything = [*self.instances, *self.buried]
+        return next(instance for instance in everything if rank in instance.ranks)
+
+    def _die_with(self, fellow: Rank) -> None:
+        """Whoever started the processes ends what is left of an instance."""
+        instance = self.instance_of(fellow)
+        if fellow.process.alive:
+            self._die(fellow)
+            if instance.gone and self.deaths_are_known:
+                self.tell_death(instance)
+
+    def _die(self, rank: Rank) -> None:
+        process = rank.process
+        self.tell(f"{process.name} dies")
         process.alive = False
         for pair in rank.agent.pairs:
             wait_ms = self.rng.randint(*self.weather.notice_ms)
             self.clock.after(
                 wait_ms, partial(pair.link.close, 1 - process.side, "connection reset")
             )
-        if self.deaths_are_known:
-            self.tell_death(rank)
 
-    def tell_death(self, dead: Rank) -> None:
+    def tell_death(self, dead: Instance) -> None:
         """Whoever started the process tells the others of its death."""
         for peer in self.ranks:
             wait_ms = self.rng.randint(*self.weather.death_told_ms)
-            incarnation = dead.process.incarnation
-            self.clock.after(
-                wait_ms,
-                partial(peer.process.run, partial(peer.agent.peer_known_dead, incarnation)),
-            )
+            told = partial(peer.agent.peer_known_dead, dead.incarnation)
+            self.clock.after(wait_ms, partial(peer.process.run, told))
 
-    def restart(self, rank: Rank) -> None:
-        """A new process takes the place of a dead one."""
-        if rank.process.alive or rank in self.buried:
+    def restart(self, dead: Instance) -> None:
+        """A new instance takes the place of a dead one."""
+        if not dead.gone or dead in self.buried:
             return
-        side = rank.process.side
-        place = self.contexts if side == CONTEXT else self.generations
-        fresh = self._rank(side, rank.process.incarnation.instance)
-        self.tell(f"{fresh.process.name} starts")
+        place = self.contexts if dead.side == CONTEXT else self.generations
+        fresh = self._instance(dead.side, dead.incarnation.instance)
+        self.tell(f"{fresh.incarnation} starts")
         self.faults["restart"] += 1
-        self.buried.append(rank)
-        place[place.index(rank)] = fresh
+        self.buried.append(dead)
+        place[place.index(dead)] = fresh
 
     def cut(self, rank: Rank) -> None:
         """Every open connection of the rank breaks."""
@@ -179,18 +236,25 @@ class World:
 
     # Requests.
 
-    def start(self, request_id: str, script: Script, context: Rank, generation: Rank) -> None:
-        """The generation engine grants."""
-        if not generation.process.alive:
+    def start(
+        self, request_id: str, script: Script, context: Instance, generation: Instance
+    ) -> None:
+        """The generation engines grant, or pull."""
+        if not generation.alive:
             return
-        self.tell(f"{request_id}: {context.process.name} to {generation.process.name}")
+        self.tell(f"{request_id}: {context.incarnation} to {generation.incarnation}")
         self._scripts[request_id] = script
         request = Request(request_id, script, context, generation, self.clock.now_ms)
         self.requests.append(request)
         for side, at_ms, deed in script.deeds:
-            rank = (context, generation)[side]
-            self.clock.after(at_ms, partial(self.act, rank, request_id, deed))
-        generation.process.run(partial(self._dial, request))
+            first, *others = (context, generation)[side].ranks
+            self.clock.after(at_ms, partial(self.act, first, request_id, deed))
+            for rank in others:
+                # A deed of one rank is one of all of them, sometime, unless the peer is faster.
+                late_ms = at_ms + self.rng.choice((0, 20, 2_000))
+                self.clock.after(late_ms, partial(self.act, rank, request_id, deed))
+        for rank in generation.ranks:
+            rank.process.run(partial(self._dial, request, rank))
 
     def act(self, rank: Rank, request_id: str, deed: str) -> None:
         """Cancel or fail a request at one rank, whether it is known there or not."""
@@ -199,38 +263,38 @@ class World:
             self.tell(f"{rank.process.name}: {deed} {request_id}")
             rank.process.run(partial(verb, request_id, deed))
 
-    def _dial(self, request: Request) -> None:
-        request.generation.engine.expect(request.request_id)
-        if request.generation.agent.dial(request.request_id):
-            self._grant(request)
+    def _dial(self, request: Request, rank: Rank) -> None:
+        rank.engine.expect(request.request_id)
+        if rank.agent.dial(request.request_id):
+            self._open(request, rank)
 
-    def _grant(self, request: Request) -> None:
-        """Over the connection there is, or a new one, as soon as the last one is through."""
-        agent, request_id = request.generation.agent, request.request_id
+    def _open(self, request: Request, rank: Rank) -> None:
+        """Over the connections there are, or new ones, as soon as the last ones are through."""
+        agent, request_id = rank.agent, request.request_id
         if request_id not in agent.dialling:
             return
-        left_ms = request.started_ms + request.script.deadline_ms - self.clock.now_ms
+        left_ms = request.end_ms - self.clock.now_ms
         if left_ms <= 0:
             agent.no_connection(request_id)
             return
-        pair = self._pair(request.context, request.generation)
-        if pair is None:
-            wait_ms = min(left_ms, self.rng.randint(*DIAL_MS))
-            again = partial(request.generation.process.run, partial(self._grant, request))
-            self.clock.after(wait_ms, again)
+        pairs = [self._pair(context, rank) for context in request.context.ranks]
+        if all(pair is not None for pair in pairs):
+            agent.open(_order(request))
         else:
-            agent.grant(request_id, pair, len(request.script.prompt), left_ms)
+            wait_ms = min(left_ms, self.rng.randint(*DIAL_MS))
+            again = partial(rank.process.run, partial(self._open, request, rank))
+            self.clock.after(wait_ms, again)
 
     def _pair(self, context: Rank, generation: Rank) -> SimPair | None:
         """The generation's end of an open link to the context, if one can be had."""
-        peer = context.process.incarnation
-        mine = [pair for pair in generation.agent.pairs if pair.incarnation == peer]
+        peer = context.agent.info.rank_id
+        mine = [pair for pair in generation.agent.pairs if pair.peer.rank_id == peer]
         if mine and mine[-1].open:
             return mine[-1]
         if not context.process.alive or context.process.paused:
             return None
-        own = generation.process.incarnation
-        theirs = [pair for pair in context.agent.pairs if pair.incarnation == own]
+        own = generation.agent.info.rank_id
+        theirs = [pair for pair in context.agent.pairs if pair.peer.rank_id == own]
         if not all(pair.quiet for pair in (*mine, *theirs)):
             return None
         # Each end has shown itself anew: it is through with the earlier link.
@@ -247,8 +311,9 @@ class World:
             alive=(lambda: context.process.alive, lambda: generation.process.alive),
         )
         self.links.append(link)
+        plan = self.terrain.plans[context.site.info.rank, generation.site.info.rank]
         for rank, other in (ends, ends[::-1]):
-            pair = SimPair(rank.agent, link, other.process.incarnation, self.terrain.plan)
+            pair = SimPair(rank.agent, link, other.agent.info, plan)
             rank.agent.pairs.append(pair)
             link.deliver.append(partial(self._deliver, pair))
             link.closed.append(partial(self._link_closed, pair))
@@ -260,28 +325,32 @@ class World:
     def _link_closed(self, pair: SimPair, reason: str) -> None:
         pair.process.run(partial(pair.link_closed, reason))
 
-    def _rank(self, side: int, name: str) -> Rank:
+    def _instance(self, side: int, name: str) -> Instance:
         self._nonces += 1
         incarnation = Incarnation(instance=name, nonce=str(self._nonces))
-        process = Process(side, incarnation, self.clock, self.rng)
-        layout = self.terrain.layouts[side]
-        plan = self.terrain.plan
+        told = {"incarnation": incarnation}
+        sites = [
+            replace(site, info=site.info.model_copy(update=told))
+            for site in self.terrain.sides[side]
+        ]
+        infos = [site.info for site in sites]
+        return Instance(side, incarnation, tuple(self._rank(side, one, infos) for one in sites))
+
+    def _rank(self, side: int, site: Site, instance: list[RankInfo]) -> Rank:
+        process = Process(side, site.info.rank_id, self.clock, self.rng)
+        layout = site.layout
         in_turn = partial(process.in_turn, (0, self.terrain.pass_ms))
-        staging = SimStaging(plan.message_bytes, in_turn) if plan.stages else None
-        memory = StampedMemory(layout, staging)
+        message_bytes = site.info.staging_message_bytes
+        staging = SimStaging(message_bytes, in_turn) if site.info.can_stage else None
+        memory = StampedMemory(layout, site.parts, staging)
         agent = SimAgent(
-            process,
-            memory,
-            self.terrain.views[side],
-            self.terrain.costs,
-            self.watches,
-            self._handled,
+            process, memory, site, instance, self.terrain.costs, self.watches, self._handled
         )
         slots = (self._slots,) * len(layout.pool_groups)
         engine = SimEngine(
             process, layout, slots, memory, agent, self._scripts.__getitem__, self._hears_ms
         )
-        return Rank(process, memory, agent, engine)
+        return Rank(site, process, memory, agent, engine)
 
     def _handled(self, handled: Handled) -> None:
         after = f"{handled.session.state.name}, {handled.session.outcome.name}"
@@ -295,13 +364,14 @@ class World:
         """Come to rest and check; then end what is in doubt by proof, and check again."""
         self.clock.run()
         self._check_rest()
-        for dead in [*self.buried, *(rank for rank in self.ranks if not rank.process.alive)]:
+        for dead in [*self.buried, *(one for one in self.instances if one.gone)]:
             self.tell_death(dead)
         self.clock.run()
         while doubted := self._doubted():
-            # Somebody has to prove it: one of two processes that doubt each other is ended.
-            self.tell(f"{doubted.process.name} is ended")
-            doubted.process.alive = False
+            # Somebody has to prove it: one of two instances that doubt each other is ended.
+            self.tell(f"{doubted.incarnation} is ended")
+            for rank in doubted.ranks:
+                rank.process.alive = False
             self.tell_death(doubted)
             self.clock.run()
         self._check_rest()
@@ -318,15 +388,16 @@ class World:
         move_ms = self.weather.move_ms[1] + self.weather.finish_ms[1]
         return self.faults.keys().isdisjoint(STRIKES) and move_ms < LIMITS.drain_ms
 
-    def _doubted(self) -> Rank | None:
-        """A process that another is in doubt of."""
+    def _doubted(self) -> Instance | None:
+        """An instance that another is in doubt of."""
         for rank in self.ranks:
             for pair in rank.agent.pairs if rank.process.alive else ():
                 if pair.sessions or not (pair.posts.settled or pair.open):
-                    found = [
-                        one for one in self.ranks if one.process.incarnation == pair.incarnation
-                    ]
-                    return next(one for one in found if one.process.alive)
+                    return next(
+                        one
+                        for one in self.instances
+                        if one.incarnation == pair.incarnation and not one.gone
+                    )
         return None
 
     def _check_rest(self) -> None:
@@ -351,28 +422,35 @@ class World:
             self._check_deadline(request)
 
     def _check_agreement(self, request: Request) -> None:
-        """What the sender believes received was received; it is decoded once at most."""
-        context, generation = request.context, request.generation
+        """What all senders believe received was received; it is decoded once at most."""
         request_id = request.request_id
-        heard = generation.engine.heard.get(request_id)
-        received = [end for end in self.ends(generation, request_id) if _is_received(end)]
-        if heard is not None and generation.process.alive:
-            assert heard.handoffs == len(received), "handed off and ended differ"
-        believed = [end for end in self.ends(context, request_id) if _is_received(end)]
         others = [
             other for other in self.requests if other.request_id == request_id and other != request
         ]
-        if generation.process.alive and not others:
-            assert len(believed) <= len(received), "the sender thinks it was received, it was not"
+        believed = min(self._received(rank, request_id) for rank in request.context.ranks)
+        for rank in request.generation.ranks:
+            if not rank.process.alive:
+                continue
+            received = self._received(rank, request_id)
+            heard = rank.engine.heard.get(request_id)
+            if heard is not None:
+                assert heard.handoffs == received, "handed off and ended differ"
+            if not others:
+                assert believed <= received, "the senders think it was received, it was not"
+
+    def _received(self, rank: Rank, request_id: str) -> int:
+        """How often a request was received, as this rank was told."""
+        return sum(
+            end.outcome is Outcome.SUCCEEDED and end.reason == "received"
+            for end in self.ends(rank, request_id)
+        )
 
     def _check_deadline(self, request: Request) -> None:
-        generation = request.generation
-        heard = generation.engine.heard.get(request.request_id)
-        if heard is None or generation.process.was_paused:
-            return
-        if len(heard.ended_ms) == 1:
-            deadline_ms = request.started_ms + request.script.deadline_ms
-            assert heard.ended_ms[0] <= deadline_ms, f"{request.request_id} ended late"
+        for rank in request.generation.ranks:
+            heard = rank.engine.heard.get(request.request_id)
+            if heard is None or rank.process.was_paused or len(heard.ended_ms) != 1:
+                continue
+            assert heard.ended_ms[0] <= request.end_ms, f"{request.request_id} ended late"
 
     def ends(self, rank: Rank, request_id: str) -> list[SessionEnded]:
         """How the sessions of a request ended at a rank."""
@@ -380,5 +458,19 @@ class World:
         return heard.ends if heard is not None else []
 
 
-def _is_received(end: SessionEnded) -> bool:
-    return end.outcome is Outcome.SUCCEEDED and end.reason == "received"
+def _order(request: Request) -> Order:
+    request_id, script = request.request_id, request.script
+    sources = tuple(
+        PeerAddress(
+            incarnation=request.context.incarnation,
+            rank=rank.site.info.rank,
+            host="",
+            control_port=1,
+        )
+        for rank in request.context.ranks
+    )
+    end_s = request.end_ms / 1000
+    if script.least_blocks is None:
+        return GrantOrder(request_id, sources, len(script.prompt), end_s)
+    prefix = Prefix(SCOPE, np.asarray(script.whole_blocks, dtype=np.int32))
+    return PullOrder(request_id, sources, prefix, script.least_blocks, end_s)

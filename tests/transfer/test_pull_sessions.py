@@ -118,6 +118,17 @@ def test_the_puller_from_pull_to_received() -> None:
     assert session.closed
 
 
+def test_an_answer_that_comes_again_changes_nothing() -> None:
+    """As an announcement does: the session goes on, the engine is told once."""
+    session, found = asked(), PrefixFound(session="s", end_block=4)
+    assert reported(session.handle(found, 1)) == [PrefixFoundReceived("r", 4)]
+    assert session.handle(found, 1) == ()
+    for event in (pages_ready(), CHUNK, LAST_CHUNK, Handoff(session="s", data=NO_TOKENS)):
+        session.handle(event, 2)
+        assert session.handle(found, 3) == ()
+    assert session.state is S.COMPLETING
+
+
 def test_the_source_from_pull_to_received() -> None:
     session = source()
     (event,) = reported(session.handle(PULL, 0))
