@@ -70,7 +70,19 @@ def module_and_arguments() -> list[str]:
     """The module name of the running program and its arguments."""
     spec = sys.modules["__main__"].__spec__
     name = spec.name.removesuffix(".__main__") if spec else sys.argv[0]
-    return [name, *sys.argv[1:]]
+    return [name, *without_out(sys.argv[1:])]
+
+
+def without_out(arguments: Sequence[str]) -> list[str]:
+    """The arguments that say what was measured: where the result went is this machine's own."""
+    kept: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == "--out":
+            next(rest, None)
+        elif not argument.startswith("--out="):
+            kept.append(argument)
+    return kept
 
 
 def finish(result: Mapping[str, Any], out: str | None) -> None:

@@ -16,13 +16,11 @@ from tests.transfer.agent_rig import (
     Node,
     NodeFacts,
     Transfer,
-    Wire,
-    fill,
     granted,
-    start_node,
 )
+from tests.transfer.peer_world import World
+from tests.transfer.transfer_moments import to_mid_transfer
 from transfer.agent_events import (
-    ChunkReceived,
     GrantReceived,
     HandoffReceived,
     LeaseEnded,
@@ -32,40 +30,13 @@ from transfer.agent_events import (
 from transfer.agent_pair import LATE_S
 from transfer.auth import mint_nonce, proof
 from transfer.control import UNPROVED_FRAME_BYTES
-from transfer.inprocess import InProcessTransport, Network
+from transfer.inprocess import InProcessTransport
 from transfer.messages import CONTROL_CODEC, Challenge, Hello, PeerRefused, Welcome
 from transfer.outcome import Outcome
 from transfer.transport import TransportError
 from transfer.wire import HEADER, MAGIC, PROTOCOL_VERSION
 
 Start = Callable[..., Awaitable[Node]]
-
-
-class World:
-    """A network and every node started in it."""
-
-    def __init__(self, *, lanes: tuple[str, ...] = ("self",)) -> None:
-        self.network = Network(piece_bytes=256, lanes=lanes)
-        self.nodes: list[Node] = []
-        self.wires: list[Wire] = []
-
-    async def node(self, name: str, facts: NodeFacts | None = None) -> Node:
-        node = await start_node(name, self.network.transport(name), facts)
-        self.nodes.append(node)
-        return node
-
-    async def wire(self, node: Node) -> Wire:
-        """Put a proxy before a node's control port; ``node.address`` then names the proxy."""
-        wire = Wire(node.address)
-        node.address = await wire.start()
-        self.wires.append(wire)
-        return wire
-
-    async def close(self) -> None:
-        for node in reversed(self.nodes):
-            await node.agent.close()
-        for wire in self.wires:
-            await wire.close()
 
 
 @pytest.fixture
@@ -282,15 +253,7 @@ async def in_mid_transfer(world: World) -> tuple[Node, Node, Transfer]:
     await world.wire(context)
     generation = await world.node("generation")
     transfer = Transfer("r", list(range(40)), list(range(10, 50)), chunk_blocks=20)
-    fill(context.memory, transfer.source_slots, 1)
-    await granted(context, generation, "r", 20_000)
-    transfer.give_pages(generation)
-    transfer.ship_chunk(context, 0)
-    await generation.engine.expect(ChunkReceived, "r")
-    transfer.ship_chunk(context, 1)
-    target = generation.memory.pools[0, 0][transfer.target_slots[20]]
-    while not target.any():  # noqa: ASYNC110 (memory raises no event)
-        await asyncio.sleep(0)
+    await to_mid_transfer(context, generation, transfer)
     return context, generation, transfer
 
 

@@ -24,11 +24,10 @@ from tests.transfer.agent_rig import (
     start_node,
 )
 from tests.transfer.device_memory import DeviceMemory
+from tests.transfer.transfer_moments import cancel_at, to_mid_transfer
 from transfer import staged_cut, staging_buffers
 from transfer.agent_events import (
-    AnnounceReceived,
     ChunkReceived,
-    GrantReceived,
     HandoffReceived,
     LeaseEnded,
     LeaseInDoubt,
@@ -187,22 +186,7 @@ async def test_cancel_at_every_stage_ends_both_sides(
 ) -> None:
     context, generation = nodes
     transfer = Transfer("r", scattered(1, 30), scattered(2, 30), chunk_blocks=6)
-    fill(context.memory, transfer.source_slots, 1)
-    generation.agent.grant("r", (context.address,), 100, 20_000)
-    await context.engine.expect(GrantReceived, "r")
-    if stage != "granted":
-        context.agent.announce("r")
-        await generation.engine.expect(AnnounceReceived, "r")
-    if stage in ("ready", "shipping"):
-        transfer.give_pages(generation)
-    if stage in ("shipping", "early"):
-        transfer.ship(context)
-    if stage == "shipping":
-        await generation.engine.expect(ChunkReceived, "r")
-    if who in ("context", "both"):
-        context.agent.cancel("r", "not wanted")
-    if who in ("generation", "both"):
-        generation.agent.cancel("r", "not wanted")
+    await cancel_at(stage, who, transfer, context, generation)
     await transfer.ended(context, generation, Outcome.CANCELLED)
     await Transfer("next", scattered(5, 30), scattered(2, 30)).run(context, generation)
 
@@ -235,15 +219,7 @@ async def in_mid_transfer(world: Staged) -> tuple[Node, Node, Transfer]:
     """A request whose first chunk is in, with staged posts of the second one under way."""
     context, generation = await world.start(FRAGMENTED), await world.start(FRAGMENTED)
     transfer = Transfer("r", scattered(1, 40), scattered(2, 40), chunk_blocks=20)
-    fill(context.memory, transfer.source_slots, 1)
-    await granted(context, generation, "r", 20_000)
-    transfer.give_pages(generation)
-    transfer.ship_chunk(context, 0)
-    await generation.engine.expect(ChunkReceived, "r")
-    transfer.ship_chunk(context, 1)
-    target = generation.memory.pools[0, 0][transfer.target_slots[20]]
-    while not target.any():  # noqa: ASYNC110 (memory raises no event)
-        await asyncio.sleep(0)
+    await to_mid_transfer(context, generation, transfer)
     return context, generation, transfer
 
 

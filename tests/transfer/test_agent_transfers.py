@@ -20,6 +20,7 @@ from tests.transfer.agent_rig import (
     same_blocks,
     start_node,
 )
+from tests.transfer.transfer_moments import cancel_at
 from transfer.agent_events import (
     AnnounceReceived,
     ChunkReceived,
@@ -123,22 +124,7 @@ async def test_cancel_at_every_stage_ends_both_sides(
 ) -> None:
     context, generation = nodes
     transfer = Transfer("r", [1, 2, 3, 4], [11, 12, 13, 14], chunk_blocks=1)
-    fill(context.memory, transfer.source_slots, 1)
-    generation.agent.grant("r", (context.address,), 100, 20_000)
-    await context.engine.expect(GrantReceived, "r")
-    if stage != "granted":
-        context.agent.announce("r")
-        await generation.engine.expect(AnnounceReceived, "r")
-    if stage in ("ready", "shipping"):
-        transfer.give_pages(generation)
-    if stage in ("shipping", "early"):
-        transfer.ship(context)
-    if stage == "shipping":
-        await generation.engine.expect(ChunkReceived, "r")
-    if who in ("context", "both"):
-        context.agent.cancel("r", "not wanted")
-    if who in ("generation", "both"):
-        generation.agent.cancel("r", "not wanted")
+    await cancel_at(stage, who, transfer, context, generation)
     await transfer.ended(context, generation, Outcome.CANCELLED)
     await Transfer("next", [1, 2, 3, 4], [11, 12, 13, 14]).run(context, generation)
 

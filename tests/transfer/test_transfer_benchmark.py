@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.report import without_out
 from benchmarks.transfer.__main__ import check_lanes, main
 from benchmarks.transfer.cases import (
     GOAL_TOKENS,
@@ -255,3 +256,10 @@ def test_each_instance_has_its_own_gpus(
     places = Places("cuda", gpus, 1)
     assert [places.gpu("context", rank) for rank in range(2)] == contexts
     assert [places.gpu("generation", rank) for rank in range(2)] == generations
+
+
+def test_a_recorded_command_does_not_say_where_the_result_went() -> None:
+    assert without_out(["--rounds", "5", "--out", "/here/x.json", "--tp", "2->1"]) == [
+        *("--rounds", "5", "--tp", "2->1"),
+    ]
+    assert without_out(["--out=/here/x.json", "--out"]) == []

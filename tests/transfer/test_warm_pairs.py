@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from tests.transfer.agent_rig import WAIT_S, Node, NodeFacts, Transfer, Wire, start_node
+from tests.transfer.agent_rig import WAIT_S, Node, NodeFacts, Transfer
+from tests.transfer.peer_world import World
 from transfer.agent_figures import PairState
 from transfer.agent_pair import Side
-from transfer.inprocess import Network
 
 
 class Watched:
@@ -33,33 +33,11 @@ class Watched:
                 await self._changed.wait()
 
 
-class Warm:
+class Warm(World):
     """A generation rank that keeps warm what tests start."""
-
-    def __init__(self) -> None:
-        self.network = Network(piece_bytes=256, lanes=("self",))
-        self.nodes: list[Node] = []
-        self.wires: list[Wire] = []
-
-    async def node(self, name: str, facts: NodeFacts | None = None) -> Node:
-        node = await start_node(name, self.network.transport(name), facts)
-        self.nodes.append(node)
-        return node
 
     async def generation(self) -> Watched:
         return Watched(await self.node("generation"))
-
-    async def wire(self, node: Node) -> Wire:
-        wire = Wire(node.address)
-        node.address = await wire.start()
-        self.wires.append(wire)
-        return wire
-
-    async def close(self) -> None:
-        for node in reversed(self.nodes):
-            await node.agent.close()
-        for wire in self.wires:
-            await wire.close()
 
 
 @pytest.fixture
