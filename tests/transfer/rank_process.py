@@ -1,8 +1,9 @@
 """One rank of an instance, in a process of its own over UCX; many requests go through it at once.
 
 It prints its address, ``ended REQUEST OUTCOME`` for every request and ``halted REQUEST`` where it
-stands still. It answers ``state`` with :class:`RankState`, does ``cancel REQUEST``, and as a
-generation rank ``grant ORDER``. It ends with its standard input.
+stands still. It answers ``state`` with :class:`RankState` and ``failure`` with what it says of its
+transfers, does ``cancel REQUEST``, ``break`` its thread of transfers, and as a generation rank
+``grant ORDER``. It ends with its standard input.
 
 A request's name tells who does what wrong with it: ``4-context-1-quits`` is request 4, and rank 1
 of the context instance quits it half way; all goes well with ``4``. The request of a number has
@@ -125,7 +126,8 @@ class ServingRank(Engine):
         self._pools = FilledPools(info, tokens, Random(facts.rank))
         if not self._receives:
             self._pools.fill()
-        cluster = Cluster(timing=PATIENT, transport=lambda _name: UcxTransport("127.0.0.1"))
+        self._transport = UcxTransport("127.0.0.1")
+        cluster = Cluster(timing=PATIENT, transport=lambda _name: self._transport)
         self._node = rank_node(info, instance, self._pools, cluster, self)
         self.agent = self._node.agent
         self._tasks: set[asyncio.Task[None]] = set()
@@ -154,6 +156,10 @@ class ServingRank(Engine):
             tokens = BLOCKS * TOKENS_PER_BLOCK
             self.agent.grant(name, order.sources, tokens, DEADLINE_MS)
             self._begin(self._receive(name))
+
+    def break_thread(self) -> None:
+        """Have the thread that drives UCX die of an error."""
+        self._transport._driver.submit(_break)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -220,6 +226,10 @@ class ServingRank(Engine):
         return count
 
 
+def _break() -> None:
+    raise SystemError("broken by a test")
+
+
 async def serve(facts: RankFacts) -> None:
     """The process's life."""
     rank = ServingRank(facts)
@@ -229,6 +239,10 @@ async def serve(facts: RankFacts) -> None:
         verb, _, rest = line.partition(" ")
         if verb == "state":
             print(json.dumps(asdict(rank.state)), flush=True)
+        elif verb == "failure":
+            print(f"failure {rank.agent.failure}", flush=True)
+        elif verb == "break":
+            rank.break_thread()
         elif verb == "cancel":
             rank.agent.cancel(rest, "not wanted")
         else:

@@ -127,3 +127,28 @@ async def test_what_one_rank_does_wrong_ends_its_request_on_all_and_no_other(
         alive = [*survivors, *others]
         assert [await rank.home() for rank in alive] == [AT_HOME] * 4
         assert [await rank.process.finish() for rank in alive] == [0] * 4
+
+
+@pytest.mark.parametrize("side", ["context", "generation"])
+async def test_a_rank_whose_thread_of_transfers_dies_says_so_and_ends_all(side: str) -> None:
+    held = ["0-context-0-halts", "1-context-0-halts"]
+    async with (
+        instance("context", (1, 1)) as contexts,
+        instance("generation", (1, 1)) as generations,
+    ):
+        pair = Ferry(contexts, generations)
+        pair.grant(held)
+        await contexts[0].halted(held)
+        broken, other = (
+            (contexts[0], generations[0]) if side == "context" else (generations[0], contexts[0])
+        )
+        broken.process.order("break")
+        await pair.ended(held, pair.ranks)
+        for rank in pair.ranks:
+            assert not rank.facts.completed
+        broken.process.order("failure")
+        assert "UCX driver thread died: SystemError" in await broken.line()
+        other.process.order("failure")
+        assert await other.line() == "failure"
+        assert await other.home() == AT_HOME
+        assert await other.process.finish() == 0
