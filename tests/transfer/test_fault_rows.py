@@ -368,10 +368,13 @@ ROWS = {
     "M132": Row(
         "the thread of transfers dies and the worker reads healthy",
         (
+            (
+                "worker/test_host.py",
+                "test_a_worker_whose_thread_of_transfers_dies_ends_and_says_why",
+            ),
             (RANKS, "test_a_rank_whose_thread_of_transfers_dies_says_so_and_ends_all"),
             (PEERS, "test_a_dead_transport_drops_its_peers_and_says_so"),
         ),
-        "a worker, which ends and is replaced",
     ),
     "L120": Row(
         "buffers of transfers are in no budget",
