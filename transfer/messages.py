@@ -20,6 +20,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from transfer.identity import Incarnation
 from transfer.rank_info import RankInfo
 from transfer.wire import Codec, Message
 
@@ -62,6 +63,11 @@ class Introduction(Message):
     """Set by the generation side: the first bytes it expects on the data endpoint that the context
     side opens.
     """
+    meant_for: Incarnation | None = None
+    """Set by the generation side, with ``meant_for_rank``: whom it dials. Another process that
+    listens there now is not to take it for a new connection of its own.
+    """
+    meant_for_rank: int = Field(default=0, ge=0)
 
 
 class PeerRefused(Message):

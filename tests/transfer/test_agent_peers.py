@@ -30,6 +30,7 @@ from transfer.agent_events import (
 from transfer.agent_pair import LATE_S
 from transfer.auth import mint_nonce, proof
 from transfer.control import UNPROVED_FRAME_BYTES
+from transfer.identity import Incarnation
 from transfer.inprocess import InProcessTransport
 from transfer.messages import CONTROL_CODEC, Challenge, Hello, PeerRefused, Welcome
 from transfer.outcome import Outcome
@@ -223,6 +224,25 @@ async def test_a_restarted_worker_at_the_same_address_is_not_its_predecessor(
     again = await world.node("context", facts)
     assert "restarted" in await failed(generation, context, "to the old one")
     await Transfer("to the new one", [1], [2]).run(again, generation)
+
+
+async def test_dialling_its_predecessor_costs_a_restarted_worker_nothing(world: World) -> None:
+    context, generation = await world.node("context"), await world.node("generation")
+    await granted(context, generation, "under way", 20_000)
+    other = Incarnation.mint("context")
+    before = context.address.model_copy(update={"incarnation": other})
+    generation.agent.grant("to the old one", (before,), 100, 20_000)
+    end = await generation.engine.expect(SessionEnded, "to the old one")
+    assert "the worker was restarted" in end.reason
+    neighbour = context.address.model_copy(update={"rank": 1})
+    generation.agent.grant("to another rank", (neighbour,), 100, 20_000)
+    end = await generation.engine.expect(SessionEnded, "to another rank")
+    assert "mind the addresses" in end.reason
+    # Messages of a pair are ordered: what was under way goes on over the connection it had.
+    context.agent.no_decode("under way")
+    for node in (context, generation):
+        end = await node.engine.expect(SessionEnded, "under way")
+        assert end.outcome is Outcome.SUCCEEDED, end.reason
 
 
 async def test_nobody_there_fails_at_once(world: World) -> None:

@@ -62,7 +62,12 @@ MESSAGES: tuple[ControlMessage, ...] = (
     Challenge(nonce=b"\x01" * 32),
     Hello(proof=b"\x02" * 32, nonce=b"\x03" * 32),
     Welcome(proof=b"\x04" * 32),
-    Introduction(rank_info=INFO, endpoint_nonce=b"\x05" * 32),
+    Introduction(
+        rank_info=INFO,
+        endpoint_nonce=b"\x05" * 32,
+        meant_for=Incarnation(instance="ctx", nonce="00ff"),
+        meant_for_rank=1,
+    ),
     PeerRefused(reasons=("model: ours is a, the peer's is b",)),
     Heartbeat(),
     Grant(request_id="r", session="s", prompt_tokens=100, deadline_ms=1000, receivers=2),
