@@ -158,7 +158,8 @@ class PeerConnector:
         try:
             return await asyncio.shield(dial)
         except asyncio.CancelledError:
-            if dial.cancelled():
+            task = asyncio.current_task()
+            if dial.cancelled() and not (task is not None and task.cancelling()):
                 raise HandshakeError("this worker is stopping") from None
             raise
 
@@ -225,7 +226,7 @@ class PeerConnector:
                     # The peer learns why, one of another version by the frame's header.
                     refuse(connection, *reasons_of(error))
                     raise
-                except asyncio.CancelledError:
+                except BaseException:
                     connection.close()
                     raise
         except AuthenticationError as error:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from tests.transfer.agent_rig import (
     HANDOFF,
@@ -17,6 +18,7 @@ from tests.transfer.agent_rig import (
     NodeFacts,
     Transfer,
     granted,
+    start_node,
 )
 from tests.transfer.peer_world import World
 from tests.transfer.transfer_moments import to_mid_transfer
@@ -34,7 +36,7 @@ from transfer.identity import Incarnation
 from transfer.inprocess import InProcessTransport
 from transfer.messages import CONTROL_CODEC, Challenge, Hello, PeerRefused, Welcome
 from transfer.outcome import Outcome
-from transfer.transport import TransportError
+from transfer.transport import Expectation, TransportError
 from transfer.wire import HEADER, MAGIC, PROTOCOL_VERSION
 
 Start = Callable[..., Awaitable[Node]]
@@ -251,6 +253,30 @@ async def test_nobody_there_fails_at_once(world: World) -> None:
     await context.agent.close()
     assert await failed(generation, context)
     assert generation.agent.counters.failures["connect"] == 1
+
+
+@pytest.mark.parametrize("host", ["two..dots", "x" * 64 + ".y", "with\0nothing"])
+async def test_a_request_for_a_host_that_is_no_name_ends(world: World, host: str) -> None:
+    context, generation = await world.node("context"), await world.node("generation")
+    context.address = context.address.model_copy(update={"host": host})
+    assert await failed(generation, context)
+    with pytest.raises(ConnectionError):
+        await generation.agent.warm(context.address)
+
+
+async def test_a_request_ends_whatever_becomes_of_its_dial(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(InProcessTransport):
+        @override
+        async def expect(self, opening: bytes) -> Expectation:
+            raise LookupError("no listener at all")
+
+    context = await world.node("context")
+    generation = await start_node("generation", Broken(world.network, "broken"))
+    assert "no listener at all" in await failed(generation, context)
+    assert "could not be opened" in caplog.text
+    await generation.agent.close()
 
 
 async def test_warming_connects_ahead(world: World) -> None:
