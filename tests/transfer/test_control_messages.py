@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -141,6 +143,29 @@ def test_unknown_field_and_wrong_type_are_refused(message: ControlMessage) -> No
             CONTROL_CODEC.decode_body(msgpack.packb({**body, name: {"wrong": True}}))
 
 
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
+def test_numbers_that_nobody_can_calculate_with_are_refused(message: ControlMessage) -> None:
+    body = msgpack.unpackb(CONTROL_CODEC.encode(message)[HEADER.size :])
+    for holder, key in list(numbers_in(body)):
+        right = holder[key]
+        for wrong in (-2, 1 << 63) if key != "tag" else (-1,):
+            holder[key] = wrong
+            with pytest.raises(FrameError):
+                CONTROL_CODEC.decode_body(msgpack.packb(body))
+        holder[key] = right
+    assert CONTROL_CODEC.decode_body(msgpack.packb(body)) == message
+
+
+def numbers_in(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Where an unpacked message has numbers: holder and key."""
+    places = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, part in places:
+        if type(part) is int:
+            yield value, key
+        elif isinstance(part, dict | list):
+            yield from numbers_in(part)
+
+
 @given(body=st.binary(max_size=200))
 def test_random_bytes_raise_frame_errors_only(body: bytes) -> None:
     with contextlib.suppress(FrameError):
@@ -174,6 +199,8 @@ def test_a_rank_info_that_contradicts_itself_is_refused() -> None:
         {"shape": {"tp_size": 2, "tp_rank": 2}},
         {"shape": {"tp_size": 3, "dp_size": 2}},
         {"data_port": 1 << 16},
+        {"shape": {"tp_size": 1 << 40}},
+        {"tokens_per_block": 1 << 40},
     ):
         with pytest.raises(ValueError, match="validation error"):
             RankInfo.model_validate({**fields, **change})
