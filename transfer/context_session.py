@@ -36,7 +36,7 @@ from transfer.messages import (
 from transfer.outcome import Outcome, PostStatus
 from transfer.plan import GroupPlan, TransferPlan
 from transfer.region import Piece
-from transfer.runs import Slots, run_lengths, whole_pieces
+from transfer.runs import Slots, run_lengths, staging_passes, whole_pieces
 from transfer.session import Handler, Session, SessionState, Transitions, ignore
 from transfer.session_commands import PostSends
 from transfer.session_events import (
@@ -213,8 +213,9 @@ class ContextSession(Session):
             held = target.slots[start - target.first_block : end - target.first_block]
             ordinals = np.flatnonzero(held >= 0) + start
             sources = source_slots(blocks.groups[index], ordinals, index)
-            lengths = run_lengths(sources, held[held >= 0])
-            staged = self._stages(group, len(lengths), len(sources))
+            targets = held[held >= 0]
+            lengths = run_lengths(sources, targets)
+            staged = self._stages(group, len(lengths), sources, targets)
             if staged:
                 sizes = (group.block_bytes, self._plan.message_bytes)
                 lengths = staged_lengths(len(sources), *sizes)
@@ -229,15 +230,17 @@ class ContextSession(Session):
             wanted.update(ordinals.tolist())
         return runs, pieces, len(wanted)
 
-    def _stages(self, group: GroupPlan, runs: int, blocks: int) -> bool:
+    def _stages(self, group: GroupPlan, runs: int, sources: Slots, targets: Slots) -> bool:
         """Whether these blocks of a group pass through staging: they must, or it pays."""
         if not group.direct:
             return True
         if not self._plan.stages:
             return False
-        messages = runs * len(group.sender.slot_bytes)
+        pools, blocks = len(group.sender.slot_bytes), len(sources)
         staged = staged_messages(blocks, group.block_bytes, self._plan.message_bytes)
-        return staging_pays(messages, staged, blocks * group.block_bytes, self._costs)
+        passes = staging_passes(pools, sources, targets)
+        size_bytes = blocks * group.block_bytes
+        return staging_pays(runs * pools, staged, size_bytes, passes, self._costs)
 
     def _on_late_ship(self, event: ShipRequested) -> None:
         self._report(LeaseEnded(self.request_id, event.blocks.lease))

@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
-
-PASSES: Final = 2
-"""Over a staged byte, at most: a gather at the sender, a scatter at the receiver. An end whose
-slots lie as the message does makes none.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +29,13 @@ class TransferCosts:
             )
 
 
-def staging_pays(messages: int, staged: int, size_bytes: int, costs: TransferCosts) -> bool:
+def staging_pays(
+    messages: int, staged: int, size_bytes: int, passes: int, costs: TransferCosts
+) -> bool:
     """Whether ``size_bytes`` bytes are through sooner as ``staged`` gathered messages than as
     ``messages`` messages of their runs.
+
+    ``passes`` is how many of a gather at the sender and a scatter at the receiver are made.
     """
     saved_us = (messages - staged) * costs.message_us
-    return saved_us > PASSES * (staged * costs.pass_us + size_bytes / costs.copy_bytes_per_us)
+    return saved_us > passes * (staged * costs.pass_us + size_bytes / costs.copy_bytes_per_us)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from transfer.copy_plan import CopyPlan, CopySide, Slots
+from transfer.copy_plan import CopyPlan, CopySide, Slots, Units
 
+ROWS_WITHOUT_THE_LOCK: Final = 512
+"""numpy gives up the interpreter's lock for an indexed assignment of more than 500 rows. One of a
+few large rows would hold up the event loop and the transport's thread for milliseconds.
+"""
+LEAST_ROW_BYTES: Final = 2048
+"""Rows are not cut further for that: such ones are copied as fast as larger ones."""
 Bytes = npt.NDArray[np.uint8]
 Rows = npt.NDArray[Any]
 """Memory as opaque elements of one unit, which numpy copies whole."""
@@ -45,8 +51,27 @@ class HostCopies:
         """Copy ``message`` into the receiver's runs of ``slots``."""
         self.check_scatter(plan, message, pools, slots)
         for part, start, end in plan.part_bytes(len(slots)):
-            rows = _rows(pools[part.receiver.pool], part.unit_bytes)
-            rows[part.receiver.rows(slots)] = _rows(message[start:end], part.unit_bytes)
+            targets = part.receiver.rows(slots)
+            pieces = row_pieces(len(targets), part.unit_bytes)
+            rows = _rows(pools[part.receiver.pool], part.unit_bytes // pieces)
+            rows[_cut(targets, pieces)] = _rows(message[start:end], part.unit_bytes // pieces)
+
+
+def row_pieces(rows: int, row_bytes: int) -> int:
+    """In how many pieces each of ``rows`` rows is assigned, a power of two that divides it."""
+    pieces = 1
+    while (
+        rows * pieces < ROWS_WITHOUT_THE_LOCK
+        and not row_bytes % (2 * pieces)
+        and row_bytes // (2 * pieces) >= LEAST_ROW_BYTES
+    ):
+        pieces *= 2
+    return pieces
+
+
+def _cut(rows: Units, pieces: int) -> Units:
+    """Indexes of the pieces of rows."""
+    return (rows[:, np.newaxis] * pieces + np.arange(pieces)).reshape(-1)
 
 
 def _rows(memory: Bytes, unit_bytes: int) -> Rows:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import numpy as np
-
 from transfer.copy_plan import CopyPlan
 from transfer.page_staging import PageStaging
 from transfer.passes import PassOver
 from transfer.plan import TransferPlan
 from transfer.region import Region, Staged
+from transfer.runs import consecutive
 from transfer.staged_cut import most_bytes
 from transfer.staging_buffers import StagingBuffers
 
@@ -52,6 +51,6 @@ class PairStaging:
 
 
 def _as_it_lies(pool_group: int, pool: int | None, piece: Staged) -> Region | None:
-    if pool is None or np.any(np.diff(piece.slots) != 1):
+    if pool is None or not consecutive(piece.slots):
         return None
     return Region(pool_group, pool, int(piece.slots[0]), len(piece.slots))

@@ -30,6 +30,18 @@ def run_lengths(sender_slots: Slots, receiver_slots: Slots) -> Slots:
     return np.diff(edges).astype(np.int32)
 
 
+def consecutive(slots: Slots) -> bool:
+    """Whether slots are neighbours, in order."""
+    return not np.any(np.diff(slots) != 1)
+
+
+def staging_passes(pools: int, sender_slots: Slots, receiver_slots: Slots) -> int:
+    """Ends of a direct group that copy when these blocks are staged: all but those whose slots, one
+    after the other, are the message.
+    """
+    return sum(pools > 1 or not consecutive(slots) for slots in (sender_slots, receiver_slots))
+
+
 def regions(side: GroupSide, slots: Slots, lengths: Sequence[int] | Slots) -> Iterator[Region]:
     """Regions of the runs on one end, run by run and in each run pool by pool.
 
@@ -43,7 +55,7 @@ def regions(side: GroupSide, slots: Slots, lengths: Sequence[int] | Slots) -> It
     for value in lengths:
         length = int(value)
         run = slots[start : start + length]
-        if length < 1 or np.any(np.diff(run) != 1):
+        if length < 1 or not consecutive(run):
             raise ValueError(f"run of {length} blocks is not consecutive: slots {run.tolist()}")
         for pool in range(len(side.slot_bytes)):
             yield Region(side.pool_group, pool, int(run[0]), length)

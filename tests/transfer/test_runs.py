@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from transfer.plan import GroupSide
 from transfer.region import Region
-from transfer.runs import regions, run_lengths
+from transfer.runs import regions, run_lengths, staging_passes
 
 SIDE = GroupSide(layer_group=3, pool_group=1, slot_bytes=(4, 2))
 
@@ -65,3 +65,20 @@ def test_lengths_that_do_not_fit_the_slots_are_refused(lengths: list[int]) -> No
 def test_a_run_over_slots_that_are_apart_is_refused() -> None:
     with pytest.raises(ValueError, match="not consecutive"):
         list(regions(SIDE, np.array([4, 6], dtype=np.int32), [2]))
+
+
+@pytest.mark.parametrize(
+    ("pools", "sender", "receiver", "passes"),
+    [
+        (1, [3, 4, 5], [7, 8, 9], 0),
+        (1, [3, 4, 5], [7, 9, 8], 1),
+        (1, [3, 5, 6], [7, 8, 9], 1),
+        (1, [3, 5, 6], [7, 9, 8], 2),
+        (2, [3, 4, 5], [7, 8, 9], 2),
+    ],
+)
+def test_an_end_copies_unless_its_slots_are_the_message(
+    pools: int, sender: list[int], receiver: list[int], passes: int
+) -> None:
+    slots = [np.array(side, dtype=np.int32) for side in (sender, receiver)]
+    assert staging_passes(pools, *slots) == passes

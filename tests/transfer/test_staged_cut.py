@@ -73,29 +73,36 @@ COSTS = TransferCosts(message_us=10, copy_bytes_per_us=1000)
 
 def test_short_runs_are_staged_and_long_ones_are_not() -> None:
     # A message saved is worth copying 5,000 bytes twice.
-    assert staging_pays(101, 1, 490_000, COSTS)
-    assert not staging_pays(101, 1, 500_000, COSTS)
-    assert staging_pays(23, 3, 99_000, COSTS)
-    assert not staging_pays(23, 3, 100_000, COSTS)
+    assert staging_pays(101, 1, 490_000, 2, COSTS)
+    assert not staging_pays(101, 1, 500_000, 2, COSTS)
+    assert staging_pays(23, 3, 99_000, 2, COSTS)
+    assert not staging_pays(23, 3, 100_000, 2, COSTS)
+
+
+def test_an_end_that_copies_nothing_costs_nothing() -> None:
+    assert staging_pays(101, 1, 990_000, 1, COSTS)
+    assert not staging_pays(101, 1, 1_000_000, 1, COSTS)
+    assert staging_pays(2, 1, 1 << 40, 0, COSTS)
+    assert not staging_pays(1, 1, 1, 0, COSTS)
 
 
 def test_a_pass_has_to_be_paid_for_whatever_its_bytes() -> None:
     device = TransferCosts(message_us=70, copy_bytes_per_us=1e6, pass_us=60)
-    assert not staging_pays(2, 1, 2, device)
-    assert staging_pays(3, 1, 2, device)
-    assert not staging_pays(5, 2, 10, device)
-    assert staging_pays(6, 2, 10, device)
+    assert not staging_pays(2, 1, 2, 2, device)
+    assert staging_pays(3, 1, 2, 2, device)
+    assert not staging_pays(5, 2, 10, 2, device)
+    assert staging_pays(6, 2, 10, 2, device)
 
 
 @given(messages=st.integers(1, 500), staged=st.integers(1, 500), size=st.integers(1, 1 << 34))
 def test_more_messages_never_make_runs_the_better_way(
     messages: int, staged: int, size: int
 ) -> None:
-    if staging_pays(messages, staged, size, COSTS):
-        assert staging_pays(messages + 1, staged, size, COSTS)
+    if staging_pays(messages, staged, size, 2, COSTS):
+        assert staging_pays(messages + 1, staged, size, 2, COSTS)
     # One message is never worth a pass, and where messages are free nothing is.
-    assert not staging_pays(1, staged, size, COSTS)
-    assert not staging_pays(messages, staged, size, TransferCosts(message_us=0))
+    assert not staging_pays(1, staged, size, 2, COSTS)
+    assert not staging_pays(messages, staged, size, 2, TransferCosts(message_us=0))
 
 
 def test_costs_that_cannot_be_are_refused() -> None:
