@@ -1,19 +1,24 @@
-"""Data endpoints that do not come up, over the real UCX, and when one is up. Budget: 5 s."""
+"""Data endpoints that do not come up, over the real UCX, and when one is up. Budget: 8 s."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import os
+import signal
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from tests.support.forked import forked
+from tests.support.process_facts import ProcessFacts
 from tests.transfer import ucx_peer, unattachable_peer
 from tests.transfer.agent_rig import WAIT_S
 from tests.transfer.ucx_peer import OPENING
 from transfer.transport import TransportAddress, TransportError
 from transfer.ucx.lane_watch import LANES_S, LaneWatch
+from transfer.ucx.same_host import is_here
 from transfer.ucx.transport import UcxTransport
 
 CONNECTION, FIRST, ALL = ("tcp",), ("tcp", "tcp/lo"), ("tcp", "sysv/memory", "tcp/lo")
@@ -30,9 +35,22 @@ def test_lanes_stay_when_they_have_changed_twice() -> None:
 
 def test_lanes_that_no_longer_change_stay_after_a_while() -> None:
     watch = LaneWatch(CONNECTION, 10.0)
-    assert not watch.stay(FIRST, 10.25)
-    assert not watch.stay(FIRST, 10.0 + LANES_S)
-    assert watch.stay(FIRST, 10.25 + LANES_S)
+    looks = [watch.stay(FIRST, 10.0 + 0.04 * number) for number in range(1, 15)]
+    assert looks == [False] * 13 + [True]
+
+
+def test_lanes_that_nobody_looked_at_may_have_changed() -> None:
+    """A process that was stopped has not read yet what came meanwhile."""
+    watch = LaneWatch(CONNECTION, 10.0)
+    assert not watch.stay(FIRST, 10.01)
+    assert not watch.stay(FIRST, 10.01 + 3 * LANES_S)
+    assert not watch.stay(FIRST, 10.02 + 3 * LANES_S)
+
+
+def test_an_address_of_this_host_is_here_and_no_other_is() -> None:
+    assert is_here("127.0.0.1")
+    assert not is_here("192.0.2.1")
+    assert not is_here("no.such.host.invalid")
 
 
 @pytest_asyncio.fixture
@@ -54,6 +72,45 @@ async def test_a_listener_whose_memory_cannot_be_attached_fails_the_dial(
             await survivor.connect(
                 TransportAddress("127.0.0.1", int(port)), OPENING, timeout_s=WAIT_S
             )
+    await reaches_another(survivor)
+
+
+@pytest.mark.ucx
+async def test_a_listener_that_stood_still_and_cannot_be_attached_fails_the_dial(
+    survivor: UcxTransport,
+) -> None:
+    """It names its shared memory long after the first lane came up, and is gone by then."""
+    async with forked(unattachable_peer.main, "stand_still") as gone:
+        _, port = (await gone.line_of("port")).split()
+        address = TransportAddress("127.0.0.1", int(port))
+        dial = asyncio.ensure_future(survivor.connect(address, OPENING, timeout_s=WAIT_S))
+        await gone.line_of("dialled")
+        # Other lanes would pass for those that stay by now.
+        await asyncio.sleep(LANES_S + 0.2)
+        gone.signal(signal.SIGCONT)
+        with pytest.raises(TransportError, match="closed the endpoint or died"):
+            await dial
+    await reaches_another(survivor)
+
+
+@pytest.mark.ucx
+async def test_what_was_given_up_as_it_began_leaves_nothing(survivor: UcxTransport) -> None:
+    """Nobody waits for the endpoint or the listener that the driver thread makes all the same."""
+    async with forked(ucx_peer.main) as peer:
+        _, port = (await peer.line_of("port")).split()
+        address = TransportAddress("127.0.0.1", int(port))
+        descriptors = ProcessFacts.of(os.getpid()).descriptors
+        begun: list[Coroutine[Any, Any, object]] = [survivor.expect(OPENING) for _ in range(4)]
+        begun += [survivor.connect(address, OPENING, timeout_s=WAIT_S) for _ in range(4)]
+        for work in begun:
+            task = asyncio.ensure_future(work)
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        async with asyncio.timeout(WAIT_S):
+            while ProcessFacts.of(os.getpid()).descriptors > descriptors:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
     await reaches_another(survivor)
 
 

@@ -6,7 +6,8 @@ deque. A request and its buffer are held here from posting until UCX itself has 
 request, cancelled or not: ucxx would otherwise forget a request whose buffer UCX goes on writing.
 
 UCX objects are created, used and destroyed in this thread only; the loop's side sees plain Python
-objects. Every peer has a UCX worker of its own, a :class:`Unit`.
+objects. The garbage collector runs in any thread: so each of them is held here until it is closed,
+whoever has forgotten it. Every peer has a UCX worker of its own, a :class:`Unit`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from transfer.transport import TransportError
 from transfer.ucx.library import STATUS_CANCELED, STATUS_OK, Library
@@ -47,6 +48,13 @@ Finished = Callable[[int, str], None]
 """Called in the event loop with UCX's status (0 is success) and its text."""
 
 
+class Closable(Protocol):
+    """An endpoint of a unit."""
+
+    def close_raw(self) -> None:
+        """Close the UCX endpoint. Idempotent."""
+
+
 class Unit:
     """One UCX worker, which serves one peer and ends with it. Belongs to the driver thread.
 
@@ -61,6 +69,8 @@ class Unit:
         """Kept as long as the worker: UCX's own listener lives on with the endpoints it made."""
         self.live = 0
         """Requests that have not completed."""
+        self.open: list[Closable] = []
+        """Endpoints that were not closed."""
         self.closed: list[Any] = []
         """ucxx endpoints that were closed. They and what they had under way outlive every progress
         of the worker.
@@ -164,10 +174,14 @@ class Driver:
         return unit
 
     def retire(self, unit: Unit) -> None:
-        """Destroy the worker as soon as none of its requests is under way. Idempotent."""
+        """Close its endpoints, and destroy the worker as soon as none of its requests is under way.
+        Idempotent.
+        """
         if not unit.retired:
             unit.retired = True
             unit.give_up_s = time.monotonic() + GIVE_UP_S
+            for endpoint in tuple(unit.open):
+                endpoint.close_raw()
 
     def close(self, unit: Unit, endpoint: Any) -> None:
         """Close a ucxx endpoint of this unit without waiting for the peer."""
