@@ -1,4 +1,4 @@
-"""Data endpoints that do not come up, over the real UCX, and when one is up. Budget: 8 s."""
+"""Data endpoints that do not come up, over the real UCX, and when one is up. Budget: 10 s."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from tests.support.forked import forked
 from tests.support.process_facts import ProcessFacts
-from tests.transfer import ucx_peer, unattachable_peer
+from tests.transfer import held_dialler, slow_listener, ucx_peer, unattachable_peer
 from tests.transfer.agent_rig import WAIT_S
 from tests.transfer.ucx_peer import OPENING
 from transfer.transport import TransportAddress, TransportError
@@ -21,6 +21,8 @@ from transfer.ucx.lane_watch import LANES_S, LaneWatch
 from transfer.ucx.same_host import is_here
 from transfer.ucx.transport import UcxTransport
 
+HELD_S = 0.5
+"""A dialler that connects a lane does so within 50 ms."""
 CONNECTION, FIRST, ALL = ("tcp",), ("tcp", "tcp/lo"), ("tcp", "sysv/memory", "tcp/lo")
 
 
@@ -91,6 +93,45 @@ async def test_a_listener_that_stood_still_and_cannot_be_attached_fails_the_dial
         with pytest.raises(TransportError, match="closed the endpoint or died"):
             await dial
     await reaches_another(survivor)
+
+
+@pytest.mark.ucx
+async def test_a_listener_that_dies_between_connecting_and_the_first_bytes_fails_the_dial() -> None:
+    """Which side connects the TCP lane is for UCX's port numbers to say."""
+    for _ in range(16):
+        async with forked(unattachable_peer.main, "stand_still") as gone:
+            _, port = (await gone.line_of("port")).split()
+            async with forked(held_dialler.main, port, "2") as dialler:
+                await gone.line_of("dialled")
+                try:
+                    await asyncio.wait_for(dialler.line_of("held"), HELD_S)
+                except TimeoutError:
+                    continue
+                gone.signal(signal.SIGKILL)
+                assert await gone.exit_code() == -signal.SIGKILL
+                dialler.order("go on")
+                assert "closed the endpoint or died" in await dialler.line_of("failed")
+                assert await dialler.exit_code() == 0
+                return
+    pytest.fail("no dialler connected a TCP lane by itself")
+
+
+@pytest.mark.ucx
+async def test_a_listener_hears_whoever_has_connected_before_it_goes() -> None:
+    """First bytes that came later would be UCX's last."""
+    async with forked(slow_listener.main) as listener:
+        _, port = (await listener.line_of("port")).split()
+        async with forked(held_dialler.main, port, "1") as dialler:
+            await dialler.line_of("held")
+            listener.order("close")
+            await listener.line_of("closed")
+            # One that did not wait for whoever is on its way would be gone by now, its worker not.
+            await asyncio.sleep(slow_listener.PAUSE_S / 3)
+            dialler.order("go on")
+            await dialler.line_of("failed")
+        listener.order("end")
+        await listener.line_of("bye")
+        assert await listener.exit_code() == 0
 
 
 @pytest.mark.ucx

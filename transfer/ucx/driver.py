@@ -188,9 +188,9 @@ class Driver:
                 endpoint.close_raw()
 
     def retire_listening(self, unit: Unit) -> None:
-        """:meth:`retire` one that nobody has dialled as it seems. A connection that UCX has accepted
-        and not yet read from must not outlive the listener: when its first bytes come, UCX looks
-        into what was freed. So a dialler that is on its way is heard first.
+        """:meth:`retire` one that nobody has dialled as it seems. A connection that UCX has
+        accepted and not yet read from must not outlive the listener: when its first bytes come, UCX
+        looks into what was freed. So a dialler that is on its way is heard first.
         """
         unit.keep_s = time.monotonic() + KNOCK_S
         self.retire(unit)
