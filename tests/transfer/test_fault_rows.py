@@ -81,7 +81,7 @@ ROWS = {
             (STAGING, "test_the_sender_is_killed_with_staged_receives_under_way"),
             ("e2e/test_dead_workers.py", "test_a_worker_dies_under_twenty_requests"),
         ),
-        "two containers of one host with networks of their own but shared memory: a receiver killed "
+        "containers of one host with networks of their own but shared memory: a receiver that dies "
         "half a second after it was first reached can take the sender along, within UCX",
     ),
     "A8": Row(
