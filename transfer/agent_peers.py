@@ -346,7 +346,9 @@ class PeerConnector:
             )
         self._end_doubts(Side.CONTEXT, peer.rank_id)
         pair = self._open(Side.CONTEXT, peer, connection)
-        self._spawn(self._open_endpoint(pair, introduction.endpoint_nonce))
+        dial = self._spawn(self._open_endpoint(pair, introduction.endpoint_nonce))
+        # A peer that is lost meanwhile is not dialled any longer.
+        pair.bound.add_done_callback(lambda _: dial.cancel())
 
     async def _open_endpoint(self, pair: Pair, opening: bytes) -> None:
         address = TransportAddress(pair.peer.data_host, pair.peer.data_port)
@@ -388,10 +390,11 @@ class PeerConnector:
         self._pairs[side, peer.rank_id] = pair
         return pair
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 def reasons_of(error: Exception) -> tuple[str, ...]:

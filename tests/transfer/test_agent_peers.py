@@ -36,7 +36,7 @@ from transfer.identity import Incarnation
 from transfer.inprocess import InProcessTransport
 from transfer.messages import CONTROL_CODEC, Challenge, Hello, PeerRefused, Welcome
 from transfer.outcome import Outcome
-from transfer.transport import Expectation, TransportError
+from transfer.transport import Endpoint, Expectation, TransportAddress, TransportError
 from transfer.wire import HEADER, MAGIC, PROTOCOL_VERSION
 
 Start = Callable[..., Awaitable[Node]]
@@ -441,6 +441,27 @@ async def in_mid_transfer_frozen(world: World) -> tuple[Node, Node, Transfer]:
     transfer.give_pages(generation)
     transfer.ship(context)
     return context, generation, transfer
+
+
+async def test_the_dial_of_a_pair_that_is_lost_is_given_up(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context, generation = await world.node("context"), await world.node("generation")
+    wire = await world.wire(context)
+    dialling, given_up = asyncio.Event(), asyncio.Event()
+
+    async def connect(address: TransportAddress, opening: bytes, *, timeout_s: float) -> Endpoint:
+        dialling.set()
+        try:
+            return await asyncio.Future()
+        finally:
+            given_up.set()
+
+    monkeypatch.setattr(context.transport, "connect", connect)
+    generation.agent.grant("r", (context.address,), 10, 20_000)
+    await asyncio.wait_for(dialling.wait(), WAIT_S)
+    wire.cut()
+    await asyncio.wait_for(given_up.wait(), WAIT_S)
 
 
 async def test_a_dead_transport_drops_its_peers_and_says_so(world: World) -> None:

@@ -15,9 +15,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CANCELS = "transfer/test_ucx_cancels.py"
 DEATHS = "transfer/test_ucx_deaths.py"
+DIALS = "transfer/test_ucx_dials.py"
 PAUSES = "transfer/test_ucx_pauses.py"
 STRANGERS = "transfer/test_ucx_strangers.py"
 SOAK = "transfer/test_ucx_soak.py"
+STORM = "transfer/test_ucx_storm.py"
 AGENTS = "transfer/test_ucx_agents.py"
 STAGING = "transfer/test_ucx_staging.py"
 PROCESSES = "transfer/test_ucx_processes.py"
@@ -80,10 +82,16 @@ ROWS = {
             (DEATHS, "test_a_killed_generation_rank_is_back_at_its_port"),
             (DEATHS, "test_a_context_rank_is_killed_while_it_is_dialled"),
             (DEATHS, "test_a_generation_rank_is_killed_while_it_dials"),
+            (DIALS, "test_a_listener_that_stood_still_and_cannot_be_attached_fails_the_dial"),
+            (
+                DIALS,
+                "test_a_listener_that_dies_between_connecting_and_the_first_bytes_fails_the_dial",
+            ),
             (STAGING, "test_the_sender_is_killed_with_staged_receives_under_way"),
             ("e2e/test_dead_workers.py", "test_a_worker_dies_under_twenty_requests"),
         ),
-        "a receiver killed while its endpoint is dialled can take the sender along, within UCX",
+        "containers of one host with networks of their own but shared memory: a receiver that dies "
+        "half a second after it was first reached can take the sender along, within UCX",
     ),
     "A8": Row(
         "completions of cancelled requests are dropped",
@@ -241,6 +249,7 @@ ROWS = {
         "the survivor holds memory of the dead",
         (
             (DEATHS, "test_peers_that_come_and_die_leave_nothing_in_the_survivor"),
+            (DIALS, "test_what_was_given_up_as_it_began_leaves_nothing"),
             (PROCESSES, "test_an_endpoint_closed_with_a_message_under_way_lets_go_of_all_it_had"),
             (PROCESSES, "test_peers_killed_in_mid_transfer_break_nothing_for_the_next"),
         ),
@@ -253,6 +262,7 @@ ROWS = {
             (PAUSES, "test_a_stopped_generation_rank_takes_no_page_that_was_given_up"),
             (PAUSES, "test_what_waits_unread_for_a_stopped_generation_rank_is_right_or_refused"),
             (PAUSES, "test_a_stopped_context_rank_holds_up_nobody_who_dials_it"),
+            (STORM, "test_cuts_and_stops_kill_no_rank"),
             (SERVICE, "test_silent_worker_is_suspected_then_lost_and_comes_back"),
         ),
     ),
@@ -260,6 +270,8 @@ ROWS = {
         "a broken connection passes wrong pages as right, or never heals",
         (
             (DEATHS, "test_a_connection_that_breaks_in_mid_transfer_is_made_anew"),
+            (DIALS, "test_a_listener_hears_whoever_has_connected_before_it_goes"),
+            (PEERS, "test_the_dial_of_a_pair_that_is_lost_is_given_up"),
             (PROCESSES, "test_a_receive_of_which_a_part_has_come_ends_with_its_endpoint"),
             ("transfer/test_control_link.py", "test_a_reset_connection_takes_words_and_drops_them"),
             (PEERS, "test_a_dead_transport_drops_its_peers_and_says_so"),

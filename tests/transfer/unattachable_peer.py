@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import mmap
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +19,7 @@ from unittest.mock import patch
 from tests.transfer.ucx_peer import OPENING
 from transfer.transport import TransportAddress, TransportError
 from transfer.ucx.driver import Driver, Unit
+from transfer.ucx.expectation import UcxExpectation
 from transfer.ucx.transport import UcxTransport
 
 MAP_FIXED: Final = 0x10
@@ -51,6 +54,21 @@ async def listen() -> None:
     await asyncio.to_thread(sys.stdin.read)
 
 
+async def stand_still() -> None:
+    """:func:`listen`, and stop as soon as somebody has dialled: before the dialler is told of any
+    lane but its first.
+    """
+    dialled = UcxExpectation._dialled
+
+    def stop(expectation: UcxExpectation, raw: Any) -> None:
+        dialled(expectation, raw)
+        print("dialled")
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    with patch.object(UcxExpectation, "_dialled", stop):
+        await listen()
+
+
 async def dial(port: int) -> None:
     """Dial once and say how it ended."""
     transport = UcxTransport("127.0.0.1")
@@ -64,7 +82,7 @@ async def dial(port: int) -> None:
 
 
 def main(*words: str) -> None:
-    """``listen``, or ``dial PORT``."""
+    """``listen``, ``stand_still``, or ``dial PORT``."""
     open_unit = Driver.open_unit
 
     def open_unattachable(driver: Driver) -> Unit:
@@ -76,7 +94,9 @@ def main(*words: str) -> None:
         match words:
             case ["listen"]:
                 asyncio.run(listen())
+            case ["stand_still"]:
+                asyncio.run(stand_still())
             case ["dial", port]:
                 asyncio.run(dial(int(port)))
             case _:
-                raise ValueError(f"expected 'listen' or 'dial PORT', got {words}")
+                raise ValueError(f"expected 'listen', 'stand_still' or 'dial PORT', got {words}")

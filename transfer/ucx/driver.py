@@ -6,7 +6,8 @@ deque. A request and its buffer are held here from posting until UCX itself has 
 request, cancelled or not: ucxx would otherwise forget a request whose buffer UCX goes on writing.
 
 UCX objects are created, used and destroyed in this thread only; the loop's side sees plain Python
-objects. Every peer has a UCX worker of its own, a :class:`Unit`.
+objects. The garbage collector runs in any thread: so each of them is held here until it is closed,
+whoever has forgotten it. Every peer has a UCX worker of its own, a :class:`Unit`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from transfer.descriptors import PEER_DESCRIPTORS, check_left
 from transfer.transport import TransportError
@@ -40,12 +41,21 @@ thread waits this long between looks instead of taking the core from the peer th
 DRAIN_S: Final = 2.0
 """How long a stopping driver waits for requests that were cancelled."""
 DRAIN_STEP_S: Final = 0.001
+KNOCK_S: Final = 0.2
+"""How long a listener that is of no use any more still hears whoever was about to dial it."""
 GIVE_UP_S: Final = 0.2
 GIVE_UP_ROUNDS: Final = 20
 """How long, and in how many rounds, what a closed endpoint has under way may end by itself."""
 
 Finished = Callable[[int, str], None]
 """Called in the event loop with UCX's status (0 is success) and its text."""
+
+
+class Closable(Protocol):
+    """An endpoint of a unit."""
+
+    def close_raw(self) -> None:
+        """Close the UCX endpoint. Idempotent."""
 
 
 class Unit:
@@ -62,6 +72,8 @@ class Unit:
         """Kept as long as the worker: UCX's own listener lives on with the endpoints it made."""
         self.live = 0
         """Requests that have not completed."""
+        self.open: list[Closable] = []
+        """Endpoints that were not closed."""
         self.closed: list[Any] = []
         """ucxx endpoints that were closed. They and what they had under way outlive every progress
         of the worker.
@@ -69,6 +81,8 @@ class Unit:
         self.copies = False
         """Whether its lanes move bytes only while the worker is progressed."""
         self.retired = False
+        self.keep_s = 0.0
+        """Not destroyed before, where it is retired."""
         self.rounds_left = GIVE_UP_ROUNDS
         self.give_up_s = 0.0
 
@@ -166,10 +180,22 @@ class Driver:
         return unit
 
     def retire(self, unit: Unit) -> None:
-        """Destroy the worker as soon as none of its requests is under way. Idempotent."""
+        """Close its endpoints, and destroy the worker as soon as none of its requests is under way.
+        Idempotent.
+        """
         if not unit.retired:
             unit.retired = True
             unit.give_up_s = time.monotonic() + GIVE_UP_S
+            for endpoint in tuple(unit.open):
+                endpoint.close_raw()
+
+    def retire_listening(self, unit: Unit) -> None:
+        """:meth:`retire` one that nobody has dialled as it seems. A connection that UCX has
+        accepted and not yet read from must not outlive the listener: when its first bytes come, UCX
+        looks into what was freed. So a dialler that is on its way is heard first.
+        """
+        unit.keep_s = time.monotonic() + KNOCK_S
+        self.retire(unit)
 
     def close(self, unit: Unit, endpoint: Any) -> None:
         """Close a ucxx endpoint of this unit without waiting for the peer."""
@@ -242,10 +268,13 @@ class Driver:
                     time.sleep(BUSY_S)
                 continue
             busy_rounds = 0
-            looking = self._looks or any(unit.retired and unit.copies for unit in self._units)
-            for descriptor, _ in self._poller.poll(LOOKING_POLL_S if looking else POLL_S):
+            for descriptor, _ in self._poller.poll(LOOKING_POLL_S if self._looking() else POLL_S):
                 if descriptor == self._wake:
                     os.eventfd_read(self._wake)
+
+    def _looking(self) -> bool:
+        waiting = (unit.retired and (unit.copies or unit.keep_s) for unit in self._units)
+        return bool(self._looks) or any(waiting)
 
     def _arm(self) -> bool:
         """Whether every worker will signal its next event; one that has work now does not."""
@@ -265,7 +294,10 @@ class Driver:
         self._flush()
 
     def _reap(self) -> None:
+        now_s = time.monotonic()
         for unit in [unit for unit in self._units if unit.retired and not unit.live]:
+            if now_s < unit.keep_s:
+                continue
             self._take_leftovers(unit)
             if unit.live:
                 continue
@@ -350,6 +382,7 @@ class Driver:
         self._teardown = _nothing
         for unit in self._units:
             self.retire(unit)
+            unit.keep_s = 0.0
         end = time.monotonic() + DRAIN_S
         self._round()
         while self._units and time.monotonic() < end:

@@ -71,6 +71,7 @@ class UcxEndpoint(Endpoint):
         self._alive = True
         self.closing = False
         raw.set_close_callback(self._closed_in_driver)
+        unit.open.append(self)
 
     @property
     @override
@@ -147,6 +148,7 @@ class UcxEndpoint(Endpoint):
         """Close without waiting for the peer and drop the UCX object."""
         raw, self.raw = self.raw, None
         if raw is not None:
+            self.unit.open.remove(self)
             self._driver.close(self.unit, raw)
         if self.owns_unit:
             self._driver.retire(self.unit)

@@ -79,7 +79,7 @@ class UcxExpectation(Expectation):
     def retire(self) -> None:
         """Stop listening."""
         if self._unit is not None:
-            self._driver.retire(self._unit)
+            self._driver.retire_listening(self._unit)
 
     def _dialled(self, raw: Any) -> None:
         """UCX's callback from inside progress, where nothing may be posted."""

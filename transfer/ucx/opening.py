@@ -21,14 +21,21 @@ class Opening:
     """Belongs to the driver thread, which calls it after every progress until it is over."""
 
     def __init__(
-        self, driver: Driver, endpoint: UcxEndpoint, said: Any, failed: Callable[[str], None]
+        self,
+        driver: Driver,
+        endpoint: UcxEndpoint,
+        said: Any,
+        patience_s: float,
+        failed: Callable[[str], None],
     ) -> None:
-        """``said`` is the array to send; ``failed`` is called in the loop if UCX takes it not."""
+        """``said`` is the array to send, after ``patience_s`` without a change of lanes at last;
+        ``failed`` is called in the loop if UCX takes it not.
+        """
         self._driver = driver
         self._endpoint = endpoint
         self._said = said
         self._failed = failed
-        self._watch = LaneWatch(self._lanes(), time.monotonic())
+        self._watch = LaneWatch(self._lanes(), time.monotonic(), patience_s)
         self._stay = False
 
     def __call__(self) -> bool:

@@ -14,6 +14,9 @@ DEFAULTS: Final = {
     # Without these, endpoints with error handling silently use TCP even within one host.
     "UCX_SYSV_ERROR_HANDLING": "y",
     "UCX_POSIX_ERROR_HANDLING": "y",
+    # A blocking connect() stops the driver thread; and where the peer is gone by the first bytes
+    # after it, UCX frees the lane twice, which ends the process.
+    "UCX_TCP_CONN_NB": "y",
     # Variables of other UCX users on the machine are not our business.
     "UCX_WARN_UNUSED_ENV_VARS": "n",
 }

@@ -13,11 +13,13 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from typing_extensions import override
 
 from transfer.transport import (
+    SHARED_MEMORY_LANES,
     Endpoint,
     Expectation,
     Transport,
@@ -31,8 +33,10 @@ from transfer.transport import (
 from transfer.ucx.driver import Driver
 from transfer.ucx.endpoint import UcxEndpoint
 from transfer.ucx.expectation import BOUND, UcxExpectation
+from transfer.ucx.lane_watch import LANES_S, SHARED_LANES_S
 from transfer.ucx.library import STATUS_OK, available_transports, load
 from transfer.ucx.opening import Opening
+from transfer.ucx.same_host import is_here
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +63,7 @@ class UcxTransport(Transport):
         self._failure = ""
         self._closed = False
         self._available: tuple[str, ...] = ()
+        self._shares_memory = False
         self._endpoints: set[UcxEndpoint] = set()
         self._expectations: set[UcxExpectation] = set()
         self._calls: set[asyncio.Future[Any]] = set()
@@ -66,6 +71,7 @@ class UcxTransport(Transport):
     @override
     async def start(self) -> None:
         self._available = available_transports(await self._driver.start())
+        self._shares_memory = not SHARED_MEMORY_LANES.isdisjoint(self._available)
         try:
             check_requirement(self._required, self._available, "this host")
         except TransportRequirementError:
@@ -76,7 +82,13 @@ class UcxTransport(Transport):
     async def expect(self, opening: bytes) -> Expectation:
         check_opening(opening)
         expectation = UcxExpectation(self._driver, self._host, opening, self._required)
-        expectation.listening(await self._call(expectation.listen))
+        try:
+            port = await self._call(expectation.listen)
+        except asyncio.CancelledError:
+            # The driver thread listens all the same, before it is told to stop.
+            self._undo(expectation.close)
+            raise
+        expectation.listening(port)
         self._expectations.add(expectation)
         expectation.endpoint.add_done_callback(lambda future: self._expected(expectation, future))
         return expectation
@@ -96,7 +108,14 @@ class UcxTransport(Transport):
         self._check_open()
         where = f"{address.host}:{address.port}"
         answered: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        endpoint: UcxEndpoint = await self._call(lambda: self._dial(address, opening, answered))
+        made: list[UcxEndpoint] = []
+        try:
+            await self._call(lambda: made.append(self._dial(address, opening, answered)))
+        except asyncio.CancelledError:
+            # The driver thread makes it all the same, before it is told to close it.
+            self._undo(lambda: self._driver.submit(lambda: made[0].close_raw() if made else None))
+            raise
+        endpoint = made[0]
         self._endpoints.add(endpoint)
         endpoint.on_lost(lambda reason: _fail(answered, f"UCX endpoint to {where}: {reason}"))
         try:
@@ -186,6 +205,11 @@ class UcxTransport(Transport):
         self._driver.submit(run)
         return await future
 
+    def _undo(self, undo: Callable[[], None]) -> None:
+        """Nobody waits for what a call makes; a driver that has stopped has closed everything."""
+        if not (self._failure or self._closed):
+            undo()
+
     def _driver_failed(self, reason: str) -> None:
         self._failure = reason
         logger.error("%s", reason)
@@ -208,7 +232,9 @@ class UcxTransport(Transport):
             raise
         endpoint.owns_unit = True
         said = self._library.array(opening)
-        self._driver.look(Opening(self._driver, endpoint, said, lambda text: _fail(answered, text)))
+        patience_s = self._patience_s(address)
+        failed = partial(_fail, answered)
+        self._driver.look(Opening(self._driver, endpoint, said, patience_s, failed))
         answer = bytearray(len(BOUND))
         array = self._library.array(answer)
 
@@ -218,6 +244,11 @@ class UcxTransport(Transport):
 
         self._driver.watch(unit, raw.stream_recv(array), array, finished)
         return endpoint
+
+    def _patience_s(self, address: TransportAddress) -> float:
+        if self._shares_memory and is_here(address.host):
+            return SHARED_LANES_S
+        return LANES_S
 
     def _tear_down(self) -> None:
         for endpoint in self._endpoints:
