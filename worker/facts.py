@@ -51,9 +51,7 @@ def rank_info(
 def engine_facts(loaded: LoadedModel, *, model_path: str, model_name: str) -> EngineFacts:
     """Everything that changes the numbers in a page."""
     config: dict[str, Any] = {
-        name: value
-        for name, value in loaded.module.config.to_dict().items()
-        if name not in _NOT_OF_THE_MODEL
+        name: value for name, value in loaded.configuration.items() if name not in _NOT_OF_THE_MODEL
     }
     rope = {name: config[name] for name in ("rope_parameters", "rope_theta") if name in config}
     return EngineFacts(
