@@ -21,8 +21,8 @@ def on_ranks(size: int, work: Callable[[RankSum], ResultT]) -> list[ResultT]:
     store: Any = distributed.HashStore()  # type: ignore[attr-defined]
 
     def one(rank: int) -> ResultT:
-        joined = GroupSum.join(store, Shard(rank, size), torch.device("cpu"), TIMEOUT_S)
-        return work(joined)
+        shard, cpu = Shard(rank, size), torch.device("cpu")
+        return work(GroupSum.join(store, shard, cpu, "127.0.0.1", TIMEOUT_S))
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(one, range(size)))

@@ -193,7 +193,7 @@ class WorkerRun:
 
 def start_workers(configs: Sequence[WorkerConfig], logs: Path) -> list[WorkerRun]:
     """Start ``python -m worker.host`` once for each configuration and wait for the addresses."""
-    started = [_start(config, logs / f"{config.incarnation}.log") for config in configs]
+    started = [_start(one, logs / f"{one.incarnation}-{one.rank}.log") for one in configs]
     return [_address_of(process, log) for process, log in started]
 
 

@@ -53,16 +53,21 @@ class GroupSum(RankSum):
         self._shard = Shard(group.rank(), group.size())
 
     @classmethod
-    def join(cls, store: Store, shard: Shard, device: torch.device, timeout_s: float) -> GroupSum:
-        """Meet the other ranks: over gloo on a CPU, over NCCL on CUDA devices. No sum waits longer
-        than ``timeout_s`` for another rank.
+    def join(
+        cls, store: Store, shard: Shard, device: torch.device, host: str, timeout_s: float
+    ) -> GroupSum:
+        """Meet the other ranks: over gloo on a CPU, where it listens on ``host`` alone, over NCCL
+        on CUDA devices. No sum waits longer than ``timeout_s`` for another rank.
         """
         timeout = timedelta(seconds=timeout_s)
         if device.type == "cuda":
-            options = distributed.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            return cls(distributed.ProcessGroupNCCL(store, shard.rank, shard.size, options))
-        return cls(distributed.ProcessGroupGloo(store, shard.rank, shard.size, timeout))
+            on_device = distributed.ProcessGroupNCCL.Options()
+            on_device._timeout = timeout
+            return cls(distributed.ProcessGroupNCCL(store, shard.rank, shard.size, on_device))
+        options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timeout
+        options._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
+        return cls(distributed.ProcessGroupGloo(store, shard.rank, shard.size, options))
 
     @property
     @override
