@@ -76,14 +76,16 @@ class WorkerProcess(RankProcess):
         limit_threads(config)
         if config.tensor_parallel_size > 1:
             self._meeting = RankMeeting(config.incarnation, shard_of(config))
-        core = load_core(config, self._meeting, self._progress)
-        self._progress("warming up")
-        warm_up(core)
-        self._io = IoThread()
         try:
+            core = load_core(config, self._meeting, self._progress)
+            self._progress("warming up")
+            warm_up(core)
+            self._io = IoThread()
             port = self._listen(core, self._io)
         except BaseException:
             self._close_io()
+            if self._meeting is not None:
+                self._meeting.leave()
             raise
         # What is there now stays: collections need not look at it in the middle of a step.
         gc.collect()

@@ -79,8 +79,12 @@ class RankMeeting:
                 if not isinstance(hello, RankHello):
                     raise ConnectionError(f"expected a follower's hello, got {hello}")
                 links.append(FollowerLink(connection, hello))
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self.leave()
         return tuple(sorted(links, key=lambda link: link.hello.rank))
+
+    def leave(self) -> None:
+        """Nobody else will come: the folder goes."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def leader(self, hello: RankHello) -> LeaderLink:
         """Follower, once in the group: connect to the leader. Raises OSError."""

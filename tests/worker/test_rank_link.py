@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
+from tests.support.models import write_random_model
 from tests.support.rank_threads import on_ranks
 from transfer.identity import Incarnation, PeerAddress
+from worker.config import WorkerConfig
+from worker.host import rank_process
+from worker.model.errors import ModelLoadError
 from worker.model.shard import Shard
 from worker.oplog import LogEntries, StepChecksum
 from worker.rank_facts import RankFact, RankHello, RankLeaseEnded, RankProgress
@@ -22,6 +29,7 @@ from worker.transfer_log import CancelTransfer, KeepWarm, ShipTransfer
 
 INCARNATION = Incarnation(instance="context-0", nonce="00ff")
 PEER = PeerAddress(incarnation=INCARNATION, rank=1, host="127.0.0.1", control_port=7)
+TINY = {"vocab_size": 32, "hidden_size": 36, "intermediate_size": 8, "num_hidden_layers": 1}
 HELLO = RankHello(rank=1, peer=PEER)
 ENTRIES = LogEntries(
     first_number=3,
@@ -111,3 +119,29 @@ def test_a_folder_of_others_is_refused(temporary: Path) -> None:
     os.chmod(folder, 0o755)
     with pytest.raises(PermissionError, match="expected a private folder of this user"):
         RankMeeting(INCARNATION, Shard(1, 2))
+
+
+def test_ranks_that_cannot_start_leave_nothing_behind(temporary: Path) -> None:
+    """A model that does not divide is refused by every rank, once they have met."""
+    numbers = {"num_attention_heads": 9, "num_key_value_heads": 3}
+    model = write_random_model(LlamaConfig(**TINY, **numbers), temporary / "model")
+    leader = WorkerConfig(
+        incarnation=INCARNATION,
+        role="generation",
+        model_path=str(model),
+        model_name="tiny",
+        cluster_token="test token",
+        tensor_parallel_size=2,
+    )
+    processes = [
+        rank_process(leader.model_copy(update={"rank": rank}), lambda line: None)
+        for rank in range(2)
+    ]
+    interval = sys.getswitchinterval()
+    with ThreadPoolExecutor(2) as pool:
+        starts = [pool.submit(process.start) for process in processes]
+        for start in starts:
+            with pytest.raises(ModelLoadError, match="among 2 ranks: num_attention_heads 9"):
+                start.result()
+    sys.setswitchinterval(interval)
+    assert list(temporary.iterdir()) == [model]

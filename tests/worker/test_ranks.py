@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.devices import DEVICES, usable_for
 from tests.support.oracle import ReferenceModel
 from tests.support.raw_front_end import RawFrontEnd, WorkerRun, start_workers
 from tests.worker.test_host import (
@@ -35,12 +36,19 @@ LENGTHS = (1, BLOCK, 2 * BLOCK + 1, 100)
 GONE_S = 5.0
 
 
-def ranks_of(role: WorkerRole, model: Path, size: int) -> list[WorkerConfig]:
+def ranks_of(
+    role: WorkerRole, model: Path, size: int, devices: tuple[str, ...]
+) -> list[WorkerConfig]:
     """Configurations of all ranks of a new instance."""
     leader = config(role, model)
     return [
         leader.model_copy(
-            update={"tensor_parallel_size": size, "rank": rank, "least_pull_tokens": BLOCK}
+            update={
+                "tensor_parallel_size": size,
+                "rank": rank,
+                "device": devices[rank],
+                "least_pull_tokens": BLOCK,
+            }
         )
         for rank in range(size)
     ]
@@ -54,16 +62,19 @@ class Instances:
     model: ReferenceModel
 
 
-@pytest.fixture(scope="module", params=["qwen2"])
+@pytest.fixture(scope="module", params=DEVICES)
 def instances(
     request: pytest.FixtureRequest,
     tiny_model: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Instances]:
-    path = tiny_model(request.param)
+    devices = usable_for(request.param, 2)
+    path = tiny_model("qwen2")
     logs = tmp_path_factory.mktemp("ranks")
     roles: tuple[WorkerRole, ...] = ("context", "generation")
-    configs = [one for role in roles for size in (1, 2) for one in ranks_of(role, path, size)]
+    configs = [
+        one for role in roles for size in (1, 2) for one in ranks_of(role, path, size, devices)
+    ]
     runs: dict[tuple[str, int], list[WorkerRun]] = {}
     for one, run in zip(configs, start_workers(configs, logs), strict=True):
         runs.setdefault((one.role, one.tensor_parallel_size), []).append(run)

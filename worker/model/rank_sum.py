@@ -57,17 +57,23 @@ class GroupSum(RankSum):
         cls, store: Store, shard: Shard, device: torch.device, host: str, timeout_s: float
     ) -> GroupSum:
         """Meet the other ranks: over gloo on a CPU, where it listens on ``host`` alone, over NCCL
-        on CUDA devices. No sum waits longer than ``timeout_s`` for another rank.
+        on CUDA devices. No sum waits longer than ``timeout_s`` for another rank. Once this
+        returns no rank needs the store any more.
         """
         timeout = timedelta(seconds=timeout_s)
+        group: Any
         if device.type == "cuda":
             on_device = distributed.ProcessGroupNCCL.Options()
             on_device._timeout = timeout
-            return cls(distributed.ProcessGroupNCCL(store, shard.rank, shard.size, on_device))
-        options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timeout
-        options._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
-        return cls(distributed.ProcessGroupGloo(store, shard.rank, shard.size, options))
+            group = distributed.ProcessGroupNCCL(store, shard.rank, shard.size, on_device)
+        else:
+            options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._timeout = timeout
+            options._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
+            group = distributed.ProcessGroupGloo(store, shard.rank, shard.size, options)
+        joined = cls(group)
+        joined.add_up(torch.ones(1, device=device)).item()
+        return joined
 
     @property
     @override
