@@ -48,7 +48,7 @@ class RankPort(Message):
     """Where a follower accepts control connections."""
 
     host: str
-    control_port: int
+    control_port: int = Field(ge=0, lt=1 << 16)
 
 
 class PeerAddress(Message):
@@ -57,9 +57,9 @@ class PeerAddress(Message):
     """
 
     incarnation: Incarnation
-    rank: int = Field(default=0, ge=0)
+    rank: int = Field(default=0, ge=0, lt=1 << 31)
     host: str
-    control_port: int
+    control_port: int = Field(ge=0, lt=1 << 16)
     followers: tuple[RankPort, ...] = ()
     """Of ranks 1, 2, ... of the incarnation."""
 

@@ -26,6 +26,7 @@ from pydantic import ValidationError
 from typing_extensions import override
 
 from transfer.agent import TransferAgent
+from transfer.descriptors import raise_limit
 from transfer.identity import Incarnation, PeerAddress
 from worker.agent_start import start_agent
 from worker.config import WorkerAddress, WorkerConfig
@@ -264,6 +265,7 @@ def main(arguments: list[str] | None = None) -> int:
     text = sys.stdin.readline() if given == "-" else given
     configure_logging()
     faulthandler.enable()
+    raise_limit()
     process = rank_process(
         WorkerConfig.model_validate_json(text), lambda line: print(line, file=sys.stderr)
     )
