@@ -55,6 +55,28 @@ AggregatedOption = Annotated[
         rich_help_panel=CLUSTER,
     ),
 ]
+RanksOption = Annotated[
+    int | None,
+    typer.Option(
+        "--tensor-parallel-size",
+        help="Ranks of each instance, a GPU each (default: 1).",
+        rich_help_panel=CLUSTER,
+    ),
+]
+ContextRanksOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Of context instances (default: as all).",
+        rich_help_panel=CLUSTER,
+    ),
+]
+GenerationRanksOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Of generation instances (default: as all).",
+        rich_help_panel=CLUSTER,
+    ),
+]
 ConfigOption = Annotated[
     Path | None,
     typer.Option("--config", help="YAML file; its keys are these options. Options win over it."),
@@ -173,6 +195,9 @@ def serve(  # noqa: PLR0913  one parameter an option is how typer works
     context: ContextOption = None,
     generation: GenerationOption = None,
     aggregated: AggregatedOption = None,
+    tensor_parallel_size: RanksOption = None,
+    context_tensor_parallel_size: ContextRanksOption = None,
+    generation_tensor_parallel_size: GenerationRanksOption = None,
     host: HostOption = None,
     port: PortOption = None,
     config: ConfigOption = None,

@@ -74,6 +74,11 @@ class ServeConfig(BaseModel):
     generation: int | None = Field(default=None, ge=1)
     aggregated: int | None = Field(default=None, ge=1)
     """Instances that do both phases, instead of context and generation ones."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Ranks of an instance: processes on one host that share the model's layers, a GPU each."""
+    context_tensor_parallel_size: int | None = Field(default=None, ge=1)
+    """Of context instances; None: ``tensor_parallel_size``."""
+    generation_tensor_parallel_size: int | None = Field(default=None, ge=1)
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     """0 takes a free port."""
@@ -141,6 +146,15 @@ class ServeConfig(BaseModel):
         if self.aggregated is not None:
             return _named("aggregated", self.aggregated)
         return _named("context", self.context or 1) + _named("generation", self.generation or 1)
+
+    def ranks_of(self, role: WorkerRole) -> int:
+        """Ranks of each instance of this role."""
+        own = {
+            "context": self.context_tensor_parallel_size,
+            "generation": self.generation_tensor_parallel_size,
+            "aggregated": None,
+        }
+        return own[role] or self.tensor_parallel_size
 
 
 def _named(role: WorkerRole, count: int) -> tuple[tuple[WorkerRole, str], ...]:

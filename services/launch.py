@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -122,11 +122,26 @@ class RayHost(InstanceHost):
         self, plan: InstancePlan, incarnation: Incarnation, report: Report
     ) -> RunningInstance:
         node_id, host = self._node_for(plan)
-        config = self._make_config(plan, incarnation, host)
-        actor = (
+        leader = self._make_config(plan, incarnation, host)
+        actors = [
+            self._actor(plan, node_id, leader.model_copy(update={"rank": rank}))
+            for rank in range(leader.tensor_parallel_size)
+        ]
+        try:
+            addresses = await self._start(actors, plan, report)
+        except BaseException:
+            for actor in actors:
+                ray.kill(actor, no_restart=True)
+            raise
+        return RayInstance(actors, addresses, is_local=self._settings.address is None)
+
+    def _actor(self, plan: InstancePlan, node_id: str | None, config: WorkerConfig) -> Any:
+        """The process of one rank; all of an instance are on one node."""
+        rank = f"/{config.rank}" if config.rank else ""
+        return (
             cast("Any", RankActor)
             .options(
-                name=f"{self._settings.cluster_name}/{incarnation}",
+                name=f"{self._settings.cluster_name}/{config.incarnation}{rank}",
                 num_gpus=plan.gpu_fraction,
                 runtime_env={"env_vars": self._variables(plan)},
                 scheduling_strategy=(
@@ -137,17 +152,16 @@ class RayHost(InstanceHost):
             )
             .remote(config.model_dump_json())
         )
-        try:
-            address = await self._start(actor, plan, report)
-        except BaseException:
-            ray.kill(actor, no_restart=True)
-            raise
-        return RayInstance(actor, address, is_local=self._settings.address is None)
 
-    async def _start(self, actor: Any, plan: InstancePlan, report: Report) -> WorkerAddress:
+    async def _start(
+        self, actors: Sequence[Any], plan: InstancePlan, report: Report
+    ) -> tuple[WorkerAddress, ...]:
+        """Start all ranks at once, as they wait for each other. In order of ranks."""
         deadline = time.monotonic() + self._settings.startup_timeout_s
         report(plan.name, "starting the process")
-        started = asyncio.ensure_future(_result(actor.start.remote()))
+        leader = actors[0]
+        starts = [asyncio.ensure_future(_result(actor.start.remote())) for actor in actors]
+        started = asyncio.gather(*starts)
         try:
             while not started.done():
                 if time.monotonic() > deadline:
@@ -156,14 +170,15 @@ class RayHost(InstanceHost):
                         "raise startup_timeout_ms, or look for what it waits for in its last line"
                     )
                 with contextlib.suppress(RayError):  # the start itself will say what is wrong
-                    for line in await _result(actor.progress.remote()):
+                    for line in await _result(leader.progress.remote()):
                         report(plan.name, line)
                 await asyncio.wait({started}, timeout=PROGRESS_POLL_S)
-            return WorkerAddress.model_validate_json(started.result())
+            return tuple(WorkerAddress.model_validate_json(one) for one in started.result())
         except RayError as error:
             raise StartError(f"{plan.name} cannot start: {_reason(error)}") from error
         finally:
-            started.cancel()
+            for one in starts:
+                one.cancel()
 
     def _variables(self, plan: InstancePlan) -> dict[str, str]:
         threads = str(plan.torch_threads)
@@ -218,31 +233,36 @@ class _Session:
 
 
 class RayInstance(RunningInstance):
-    """One actor that listens."""
+    """The actors of one instance, the leader first."""
 
-    def __init__(self, actor: Any, address: WorkerAddress, *, is_local: bool) -> None:
-        self._actor = actor
-        self._address = address
+    def __init__(
+        self, actors: Sequence[Any], addresses: Sequence[WorkerAddress], *, is_local: bool
+    ) -> None:
+        self._actors = tuple(actors)
+        self._addresses = tuple(addresses)
         self._is_local = is_local
         self._ended = False
 
     @property
     @override
     def address(self) -> WorkerAddress:
-        return self._address
+        return self._addresses[0]
 
     @override
     def peer_dead(self, incarnation: Incarnation) -> None:
-        self._actor.peer_dead.remote(incarnation.model_dump_json())
+        for actor in self._actors:
+            actor.peer_dead.remote(incarnation.model_dump_json())
 
     @override
     async def ended(self) -> str:
+        """With its first rank: what is left of it is of no use."""
+        waits = [asyncio.ensure_future(_end_of(actor)) for actor in self._actors]
         try:
-            return str(await _result(self._actor.wait.remote()))
-        except RayActorError:
-            return "the process died"
-        except RayError as error:
-            return _reason(error)
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return "; ".join(sorted({one.result() for one in done}))
+        finally:
+            for one in waits:
+                one.cancel()
 
     @override
     async def stop(self) -> None:
@@ -250,23 +270,36 @@ class RayInstance(RunningInstance):
             return
         self._ended = True
         try:
-            await asyncio.wait_for(_result(self._actor.stop.remote()), STOP_GRACE_S)
+            stops = [_result(actor.stop.remote()) for actor in self._actors]
+            await asyncio.wait_for(asyncio.gather(*stops), STOP_GRACE_S)
         except (RayError, TimeoutError):
-            logger.debug("%s did not end in order", self._address.incarnation)
+            logger.debug("%s did not end in order", self.address.incarnation)
         finally:
-            ray.kill(self._actor, no_restart=True)
+            for actor in self._actors:
+                ray.kill(actor, no_restart=True)
             if self._is_local:
-                await self._make_sure()
+                await asyncio.gather(*(_make_sure(one.pid) for one in self._addresses))
 
-    async def _make_sure(self) -> None:
-        """A stopped (SIGSTOP) process hears no request to end; the kernel's signal always works."""
-        deadline = time.monotonic() + KILL_GRACE_S
-        while _is_alive(self._address.pid):
-            if time.monotonic() > deadline:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._address.pid, signal.SIGKILL)
-                return
-            await asyncio.sleep(0.02)
+
+async def _end_of(actor: Any) -> str:
+    """Why a rank has ended, or must be."""
+    try:
+        return str(await _result(actor.wait.remote()))
+    except RayActorError:
+        return "the process died"
+    except RayError as error:
+        return _reason(error)
+
+
+async def _make_sure(pid: int) -> None:
+    """A stopped (SIGSTOP) process hears no request to end; the kernel's signal always works."""
+    deadline = time.monotonic() + KILL_GRACE_S
+    while _is_alive(pid):
+        if time.monotonic() > deadline:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            return
+        await asyncio.sleep(0.02)
 
 
 async def _result(reference: Any) -> Any:

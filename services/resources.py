@@ -29,6 +29,8 @@ here."""
 GPU_MEMORY_SHARE: Final = 0.9
 GPU_ACTIVATION_BYTES: Final = 1 << 30
 """Kept free on a GPU for each instance beside its weights."""
+WHOLE_WEIGHTS_SHARE: Final = 0.15
+"""Of a model's weights, at most, what each of several ranks has whole: embedding and head."""
 MIN_KV_CACHE_BYTES: Final = 16 << 20
 GPU_PROBE_TIMEOUT_S: Final = 120.0
 
@@ -61,6 +63,8 @@ class InstancePlan:
     gpu_fraction: float
     torch_threads: int
     kv_cache_bytes: int
+    """Of each rank."""
+    tensor_parallel_size: int = 1
 
 
 def plan_instances(
@@ -68,12 +72,21 @@ def plan_instances(
 ) -> tuple[InstancePlan, ...]:
     """Divide ``machine`` among the instances of ``config``. Raises ConfigError when there is too
     little of something."""
-    count = len(config.instances)
+    count = _ranks(config)
+    largest = max(config.ranks_of(role) for role, _ in config.instances)
+    least_ranks = min(config.ranks_of(role) for role, _ in config.instances)
     device = _device(config, machine)
     threads = config.torch_threads or max(1, machine.cores // count)
     gpu_fraction = 0.0
     if device == "cuda":
         per_gpu = -(-count // len(machine.gpus))
+        if largest > 1 and per_gpu > 1:
+            raise ConfigError(
+                f"tensor_parallel_size: expected a GPU for each of {count} ranks, got "
+                f"{len(machine.gpus)}; start fewer instances or give each fewer ranks"
+            )
+        if least_ranks > 1:
+            weights_bytes = int(weights_bytes * (1 / least_ranks + WHOLE_WEIGHTS_SHARE))
         # Ray packs by fractions: rounding down keeps `per_gpu` instances on one GPU possible.
         gpu_fraction = int(1_000 / per_gpu) / 1_000
         smallest = min(gpu.free_bytes for gpu in machine.gpus)
@@ -98,14 +111,20 @@ def plan_instances(
             gpu_fraction=gpu_fraction,
             torch_threads=threads,
             kv_cache_bytes=kv_cache_bytes,
+            tensor_parallel_size=config.ranks_of(role),
         )
         for role, name in config.instances
     )
 
 
+def _ranks(config: ServeConfig) -> int:
+    """Processes of all instances."""
+    return sum(config.ranks_of(role) for role, _ in config.instances)
+
+
 def _check_fit(config: ServeConfig, machine: Machine, device: str, kv_cache_bytes: int) -> None:
     """Raises ConfigError when the caches alone, without the weights, are more than there is."""
-    count = len(config.instances)
+    count = _ranks(config)
     if device == "cuda":
         per_gpu = -(-count // len(machine.gpus))
         free = min(gpu.free_bytes for gpu in machine.gpus)
@@ -143,7 +162,8 @@ def check_cache_holds_a_step(
     blocks = -(-config.max_batch_tokens // config.tokens_per_block)
     for plan in plans:
         is_wide = config.dtype == "float32" or (config.dtype == "auto" and plan.device == "cpu")
-        block_bytes = config.tokens_per_block * kv_elements_per_token * (4 if is_wide else 2)
+        held = -(-kv_elements_per_token // plan.tensor_parallel_size)
+        block_bytes = config.tokens_per_block * held * (4 if is_wide else 2)
         if plan.kv_cache_bytes < blocks * block_bytes:
             raise ConfigError(
                 f"kv_cache_bytes: expected at least {format_bytes(blocks * block_bytes)}, which the"
@@ -177,6 +197,7 @@ def plan_remote_instances(config: ServeConfig) -> tuple[InstancePlan, ...]:
             gpu_fraction=1.0 if config.device == "cuda" else 0.0,
             torch_threads=config.torch_threads,
             kv_cache_bytes=config.kv_cache_bytes,
+            tensor_parallel_size=config.ranks_of(role),
         )
         for role, name in config.instances
     )

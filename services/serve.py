@@ -127,6 +127,7 @@ def worker_config(
         max_batch_tokens=config.max_batch_tokens,
         max_running=config.max_running,
         torch_threads=plan.torch_threads,
+        tensor_parallel_size=plan.tensor_parallel_size,
         transfer_timeout_ms=config.transfer_timeout_ms,
         require_transport=config.require_transport,
     )

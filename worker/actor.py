@@ -24,12 +24,12 @@ class RankActor:
 
     def __init__(self, config_json: str) -> None:
         # Not at the top: the launcher imports this file too, and must not load torch.
-        from worker.host import WorkerProcess
+        from worker.host import rank_process
         from worker.log import configure_logging
 
         configure_logging()
         self._lines: deque[str] = deque(maxlen=PROGRESS_LINES)
-        self._process = WorkerProcess(
+        self._process = rank_process(
             WorkerConfig.model_validate_json(config_json), self._lines.append
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from transfer.identity import Incarnation
 from worker.messages import WorkerRole
@@ -17,7 +17,9 @@ ElementType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class WorkerConfig(BaseModel):
-    """Configuration of one instance. Byte sizes are per rank."""
+    """Configuration of one rank; but for ``rank`` all ranks of an instance have the same. Byte
+    sizes are per rank.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -47,6 +49,9 @@ class WorkerConfig(BaseModel):
     """Sequences in one step at most."""
     torch_threads: int = Field(default=1, ge=1)
     tensor_parallel_size: int = Field(default=1, ge=1)
+    """Ranks of the instance, on one host. Each has a part of every layer."""
+    rank: int = Field(default=0, ge=0)
+    """0 leads: front ends know it alone."""
     transfer_timeout_ms: int = Field(default=60_000, gt=0)
     """Floor of a transfer's deadline; bytes are added on top."""
     least_pull_tokens: int = Field(default=256, ge=1)
@@ -62,9 +67,18 @@ class WorkerConfig(BaseModel):
     require_transport: str | None = None
     """Name of a transport (such as shm or cuda_ipc) without which the worker refuses to start."""
 
+    @model_validator(mode="after")
+    def _rank_is_one_of_them(self) -> WorkerConfig:
+        if self.rank >= self.tensor_parallel_size:
+            raise ValueError(
+                f"rank: expected less than tensor_parallel_size {self.tensor_parallel_size}, got "
+                f"{self.rank}"
+            )
+        return self
+
 
 class WorkerAddress(BaseModel):
-    """Where a started worker listens for front ends."""
+    """Where a started worker listens for front ends; a follower has port 0."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

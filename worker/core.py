@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,12 +18,17 @@ from worker.config import WorkerConfig
 from worker.demand import PageDemand
 from worker.engine import Engine, EngineLimits, EngineParts
 from worker.executor import ModelExecutor
+from worker.leading import LeaderTransfers
 from worker.messages import SamplingParams
 from worker.model.loader import LoadedModel, load_model
+from worker.model.rank_sum import OnlyRank as WholeModel
+from worker.model.rank_sum import RankSum
 from worker.model.runner import ModelRunner
-from worker.ports import Clock, Draw, Executor, Output, Slice, Transfers
+from worker.ports import Agreement, CacheManager, Clock, Draw, OnlyRank, Output, Slice, Transfers
 from worker.prefixes import PullLimits
+from worker.rank_meeting import RankMeeting
 from worker.ranks import RankManager
+from worker.recording import Follower, LeaderManager
 
 WARM_UP_TOKENS = 16
 
@@ -43,18 +48,28 @@ class RankCore:
     loaded: LoadedModel
     plan: LayoutPlan
     storage: TorchStorage
-    manager: RankManager
-    executor: Executor
+    pages: UnifiedKVCacheManager
+    executor: ModelExecutor
     demand: PageDemand
     max_sequence_tokens: int
 
 
-def load_core(config: WorkerConfig, progress: Callable[[str], None]) -> RankCore:
-    """Load the model and allocate its pages. Raises ModelLoadError, or ValueError for pages that
-    do not fit.
+def load_core(
+    config: WorkerConfig, meeting: RankMeeting | None, progress: Callable[[str], None]
+) -> RankCore:
+    """Load the model, or this rank's part of it where there is somebody to meet, and allocate its
+    pages. Raises ModelLoadError, or ValueError for pages that do not fit.
     """
+    ranks: RankSum = WholeModel()
+    if meeting is not None:
+        progress("meeting the other ranks")
+        ranks = meeting.join(torch.device(config.device), config.host)
     loaded = load_model(
-        config.model_path, device=config.device, dtype=config.dtype, progress=progress
+        config.model_path,
+        device=config.device,
+        dtype=config.dtype,
+        ranks=ranks,
+        progress=progress,
     )
     limit = min(
         config.max_sequence_tokens or loaded.max_position_tokens, loaded.max_position_tokens
@@ -68,13 +83,11 @@ def load_core(config: WorkerConfig, progress: Callable[[str], None]) -> RankCore
     slots = plan.slots_for(config.kv_cache_bytes, sizing)
     host_slots = plan.host_slots_for(config.host_cache_bytes, slots)
     storage = TorchStorage(plan, slots, loaded.device, host_slots=host_slots)
-    manager = RankManager(
-        UnifiedKVCacheManager(
-            plan, slots, storage, incarnation=str(config.incarnation), host_slots=host_slots
-        )
+    pages = UnifiedKVCacheManager(
+        plan, slots, storage, incarnation=str(config.incarnation), host_slots=host_slots
     )
     demand = PageDemand(plan, max_chunk_tokens=config.max_batch_tokens)
-    longest = min(limit, demand.longest(manager.total_slots()))
+    longest = min(limit, demand.longest(RankManager(pages).total_slots()))
     if longest < 2:
         raise ValueError(
             f"{config.kv_cache_bytes} bytes of KV cache hold {longest} tokens; give more"
@@ -86,15 +99,16 @@ def load_core(config: WorkerConfig, progress: Callable[[str], None]) -> RankCore
         f"sequences of up to {longest} tokens"
     )
     executor = ModelExecutor(ModelRunner(loaded, plan, storage), loaded.device)
-    return RankCore(loaded, plan, storage, manager, executor, demand, longest)
+    return RankCore(loaded, plan, storage, pages, executor, demand, longest)
 
 
 def warm_up(core: RankCore) -> None:
     """Compute a short prompt and one more token, so that the first request finds everything in
-    place.
+    place. All ranks do so at once.
     """
+    manager = RankManager(core.pages)
     tokens = np.zeros(min(WARM_UP_TOKENS, core.max_sequence_tokens - 1) + 1, dtype=np.int32)
-    cache = core.manager.open(b"", tokens, max_match=0)
+    cache = manager.open(b"", tokens, max_match=0)
     nothing = tokens[:0]
     draws = (Draw(SamplingParams(), 0, 0, nothing, nothing, ()),)
     for start, end in ((0, len(tokens) - 1), (len(tokens) - 1, len(tokens))):
@@ -107,17 +121,28 @@ def warm_up(core: RankCore) -> None:
 
 
 def make_engine(
-    core: RankCore, config: WorkerConfig, transfers: Transfers, output: Output, clock: Clock
+    core: RankCore,
+    config: WorkerConfig,
+    transfers: Transfers,
+    output: Output,
+    clock: Clock,
+    followers: Sequence[Follower],
 ) -> Engine:
-    """The engine over this rank."""
+    """The engine over this rank and those that follow it."""
+    manager: CacheManager = RankManager(core.pages)
+    agreement: Agreement = OnlyRank()
+    if followers:
+        manager = leader = LeaderManager(core.pages, followers)
+        transfers = agreement = LeaderTransfers(transfers, leader, 1 + len(followers))
     return Engine(
         EngineParts(
-            manager=core.manager,
+            manager=manager,
             transfers=transfers,
             executor=core.executor,
             output=output,
             clock=clock,
             demand=core.demand,
+            agreement=agreement,
         ),
         EngineLimits(
             max_sequence_tokens=core.max_sequence_tokens,

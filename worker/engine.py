@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Values
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from worker.admission import Bounds
 from worker.context import ContextRole
@@ -32,9 +32,11 @@ from worker.leases import LeaseBook
 from worker.messages import StepOutput, WorkerGauges
 from worker.pages import PageBoard
 from worker.ports import (
+    Agreement,
     CacheManager,
     Clock,
     Executor,
+    OnlyRank,
     Output,
     RowFailed,
     Slice,
@@ -74,6 +76,7 @@ class EngineParts:
     output: Output
     clock: Clock
     demand: PageDemand
+    agreement: Agreement = field(default_factory=OnlyRank)
 
 
 class Engine:
@@ -140,6 +143,7 @@ class Engine:
         if self._stopped is not None:
             self._fail_everything(self._stopped)
         progress = self._stopped is None and self._advance()
+        self._parts.manager.flush()
         self._parts.output.deliver(self._desk.outbox.take())
         self._tell_gauges(now=not progress)
         return progress
@@ -211,7 +215,8 @@ class Engine:
             case Shutdown():
                 self._stopped = self._stopped or item.reason
             case _:
-                self._intake.agent_event(item)
+                for event in self._parts.agreement.heard(item):
+                    self._intake.agent_event(event)
 
     def _watch_quarantine(self) -> None:
         """Above the limit the worker is not ready; when that lasts, it ends."""

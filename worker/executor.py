@@ -11,12 +11,13 @@ from collections.abc import Sequence
 import torch
 from typing_extensions import override
 
+from worker.following import Partner
 from worker.model.runner import ModelRunner, SequenceSlice
 from worker.ports import Draw, Drawn, Executor, RowFailed, Slice, SliceResult
 from worker.sampling import Sampled, SampleRow, SamplingFailed, sample
 
 
-class ModelExecutor(Executor):
+class ModelExecutor(Executor, Partner):
     """Runs steps on one rank's model. Owned by the engine thread."""
 
     def __init__(self, runner: ModelRunner, device: torch.device) -> None:
@@ -25,17 +26,7 @@ class ModelExecutor(Executor):
 
     @override
     def execute(self, slices: Sequence[Slice]) -> list[SliceResult]:
-        logits = self._runner.forward(
-            [
-                SequenceSlice(
-                    tokens=part.tokens,
-                    start=part.start,
-                    block_tables=part.block_tables,
-                    wants_logits=bool(part.draws),
-                )
-                for part in slices
-            ]
-        )
+        logits = self._forward(slices, [bool(part.draws) for part in slices])
         drawing = [part for part in slices if part.draws]
         rows = [_row(draw) for part in drawing for draw in part.draws]
         if not rows:
@@ -48,6 +39,25 @@ class ModelExecutor(Executor):
             logits = logits[torch.tensor(index, device=logits.device)]
         sampled = iter(sample(logits, rows))
         return [_result([next(sampled) for _ in part.draws]) for part in slices]
+
+    @override
+    def compute(self, slices: Sequence[Slice], drawing: Sequence[bool]) -> None:
+        self._forward(slices, drawing)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _forward(self, slices: Sequence[Slice], drawing: Sequence[bool]) -> torch.Tensor:
+        return self._runner.forward(
+            [
+                SequenceSlice(
+                    tokens=part.tokens,
+                    start=part.start,
+                    block_tables=part.block_tables,
+                    wants_logits=draws,
+                )
+                for part, draws in zip(slices, drawing, strict=True)
+            ]
+        )
 
 
 def _row(draw: Draw) -> SampleRow:

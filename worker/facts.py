@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcache_core.layout import LayoutPlan
-from kvcache_core.spec import KVCacheLayerOwner, KVCacheLayerSpec
+from kvcache_core.spec import BufferRole, KVCacheLayerOwner, KVCacheLayerSpec
 from transfer.identity import Incarnation
 from transfer.page_table import draft_facts, page_table_of
 from transfer.rank_info import EngineFacts, ParallelShape, RankInfo
@@ -21,39 +21,48 @@ _NOT_OF_THE_MODEL = frozenset(
 """Configuration that differs between copies of one model."""
 
 
-def rank_info(
+def rank_infos(
     loaded: LoadedModel,
     plan: LayoutPlan,
     *,
     model_path: str,
     model_name: str,
     incarnation: Incarnation,
-) -> RankInfo:
-    """Facts of the only rank of an instance. The agent fills in the data address."""
-    shape = ParallelShape()
+) -> tuple[RankInfo, ...]:
+    """Facts of all ranks of an instance, as each of them knows them: layouts are the same on all.
+    The agent fills in the data address.
+    """
     facts = engine_facts(loaded, model_path=model_path, model_name=model_name)
     drafts = draft_facts(plan)
-    return RankInfo(
-        incarnation=incarnation,
-        rank=0,
-        shape=shape,
-        layers_per_stage=(loaded.facts.num_layers,),
-        tokens_per_block=plan.tokens_per_block,
-        engine=facts,
-        num_draft_layers=None if drafts is None else drafts[0],
-        draft_kv_dtype=None if drafts is None else drafts[1],
-        page_table=page_table_of(plan, shape),
-        data_host="",
-        data_port=0,
+    heads = {
+        (spec.layer_id, role): loaded.whole_facts.num_kv_heads
+        for spec in loaded.specs
+        for role in (BufferRole.KEY, BufferRole.VALUE)
+    }
+    size = loaded.ranks.shard.size
+    shapes = [ParallelShape(tp_size=size, tp_rank=rank) for rank in range(size)]
+    return tuple(
+        RankInfo(
+            incarnation=incarnation,
+            rank=shape.tp_rank,
+            shape=shape,
+            layers_per_stage=(loaded.facts.num_layers,),
+            tokens_per_block=plan.tokens_per_block,
+            engine=facts,
+            num_draft_layers=None if drafts is None else drafts[0],
+            draft_kv_dtype=None if drafts is None else drafts[1],
+            page_table=page_table_of(plan, shape, heads),
+            data_host="",
+            data_port=0,
+        )
+        for shape in shapes
     )
 
 
 def engine_facts(loaded: LoadedModel, *, model_path: str, model_name: str) -> EngineFacts:
     """Everything that changes the numbers in a page."""
     config: dict[str, Any] = {
-        name: value
-        for name, value in loaded.module.config.to_dict().items()
-        if name not in _NOT_OF_THE_MODEL
+        name: value for name, value in loaded.configuration.items() if name not in _NOT_OF_THE_MODEL
     }
     rope = {name: config[name] for name in ("rope_parameters", "rope_theta") if name in config}
     return EngineFacts(

@@ -82,7 +82,7 @@ class GenerationRole(Role):
         leg.enter(LegState.GRANTED)
         left_ms = max(1, leg.deadline_at_ms - self._desk.clock.now_ms())
         self._desk.leases.open_session(leg.request_id)
-        self._desk.transfers.grant(leg.request_id, (source,), leg.prompt_tokens, left_ms)
+        self._desk.transfers.grant(leg.request_id, source.ranks, leg.prompt_tokens, left_ms)
 
     def announced(self, request_id: str) -> None:
         """The context worker is about to compute the first chunk: pages are needed now."""

@@ -23,49 +23,36 @@ from types import FrameType
 from typing import NoReturn
 
 from pydantic import ValidationError
+from typing_extensions import override
 
 from transfer.agent import TransferAgent
-from transfer.agent_config import AgentConfig
-from transfer.deadlines import TransferLimits
 from transfer.descriptors import raise_limit
 from transfer.identity import Incarnation, PeerAddress
-from transfer.lease import views_of_groups
-from transfer.ucx.transport import UcxTransport
+from worker.agent_start import start_agent
 from worker.config import WorkerAddress, WorkerConfig
 from worker.connection import WorkerFacts
 from worker.core import MonotonicClock, RankCore, limit_threads, load_core, make_engine, warm_up
 from worker.counters import Heartbeat
 from worker.engine import Engine
-from worker.facts import rank_info
-from worker.inbox import Inbox, PairsChanged, Shutdown
+from worker.follower_process import FollowerProcess
+from worker.inbox import Inbox, PairsChanged, RankReported, Shutdown
 from worker.io_thread import IoThread
 from worker.log import configure_logging
-from worker.page_memory import StoragePages
+from worker.process import HEALTH_S, LOOK_S, STOP_TIMEOUT_S, STOPPED, SWITCH_INTERVAL_S, RankProcess
+from worker.rank_link import FollowerLink
+from worker.rank_meeting import RankMeeting, shard_of
 from worker.server import FrontEndServer
 
 logger = logging.getLogger(__name__)
 
-SWITCH_INTERVAL_S = 0.0005
-"""The engine thread waits for the interpreter no longer than this for each running thread."""
-STOP_TIMEOUT_S = 5.0
-HEALTH_S = 0.5
-STOPPED = "stopped"
-LOOK_S = 1.0
-"""A wait that may last is never without an end. NVRTC, which cuDNN's attention uses, leaves signal
-handlers behind that have the kernel resume such a wait: Python's own part of a handler, which runs
-in the main thread between two instructions, would not come.
-"""
 END_TIMEOUT_S = 15.0
 """A process that is told to end is gone by then, whatever in it does not end. More than the parts
 of an orderly end may take together.
 """
 
 
-class WorkerProcess:
-    """Composition and life of one worker process.
-
-    ``start`` once, ``wait`` for its end, ``stop`` from any thread.
-    """
+class WorkerProcess(RankProcess):
+    """Composition and life of one process that leads: the only one of most instances."""
 
     def __init__(self, config: WorkerConfig, progress: Callable[[str], None]) -> None:
         self._config = config
@@ -79,29 +66,27 @@ class WorkerProcess:
         self._agent: TransferAgent | None = None
         self._server: FrontEndServer | None = None
         self._engine_thread: threading.Thread | None = None
+        self._meeting: RankMeeting | None = None
+        self._links: tuple[FollowerLink, ...] = ()
+        self._decided = threading.Lock()
 
+    @override
     def start(self) -> WorkerAddress:
-        """Load the model, allocate pages, listen. Blocks.
-
-        Raises whatever makes the worker unable to serve: ModelLoadError, ValueError for sizes that
-        do not fit, TransportError, OSError for ports that are taken.
-        """
         config = self._config
-        if config.tensor_parallel_size != 1:
-            raise ValueError(
-                f"tensor_parallel_size: expected 1, got {config.tensor_parallel_size}; "
-                "one rank holds the whole model"
-            )
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         limit_threads(config)
-        core = load_core(config, self._progress)
-        self._progress("warming up")
-        warm_up(core)
-        self._io = IoThread()
+        if config.tensor_parallel_size > 1:
+            self._meeting = RankMeeting(config.incarnation, shard_of(config))
         try:
+            core = load_core(config, self._meeting, self._progress)
+            self._progress("warming up")
+            warm_up(core)
+            self._io = IoThread()
             port = self._listen(core, self._io)
         except BaseException:
             self._close_io()
+            if self._meeting is not None:
+                self._meeting.leave()
             raise
         # What is there now stays: collections need not look at it in the middle of a step.
         gc.collect()
@@ -117,29 +102,27 @@ class WorkerProcess:
             pid=os.getpid(),
         )
 
+    @override
     def wait(self) -> str:
-        """Block until the worker must end and return the reason.
-
-        ``stopped`` after :meth:`stop`; otherwise what made the worker unusable: an engine error,
-        too many pages in quarantine, a dead transport.
-        """
         while not self._ended.wait(LOOK_S):
             pass
         return self._reason
 
+    @override
     def stop(self) -> None:
-        """End in order: every leg, the engine, front ends, transfers. Idempotent, thread safe."""
+        """Every leg, the engine, front ends, transfers, then the other ranks."""
         with self._stopping:
+            self._end_as(STOPPED)
             self._inbox.put(Shutdown(STOPPED))
-            if self._engine_thread is not None and self._engine_thread.is_alive():
-                self._engine_thread.join(STOP_TIMEOUT_S)
+            engine = self._engine_thread
+            # Once the process has ended badly its engine may be waiting in a sum.
+            if engine is not None and engine.is_alive() and not self._ended.is_set():
+                engine.join(STOP_TIMEOUT_S)
             self._close_io()
             self._ended.set()
 
+    @override
     def peer_dead(self, incarnation: Incarnation) -> None:
-        """Whoever started the other process says that it is dead: nothing of it touches our
-        pages.
-        """
         if self._agent is not None:
             self._agent.peer_known_dead(incarnation)
 
@@ -149,6 +132,9 @@ class WorkerProcess:
         self._progress("starting the transport")
         agent, peer = io.run(self._start_agent(core))
         self._agent = agent
+        if self._meeting is not None:
+            self._links = self._meeting.followers()
+            peer = peer.leading([link.hello.peer for link in self._links])
         heartbeat = Heartbeat()
         facts = WorkerFacts(
             incarnation=config.incarnation,
@@ -162,47 +148,49 @@ class WorkerProcess:
         )
         server, port = io.run(self._start_server(facts, heartbeat))
         self._server = server
-        engine = make_engine(core, config, agent, server, self._clock)
+        engine = make_engine(core, config, agent, server, self._clock, self._links)
         engine.heartbeat = heartbeat
+        for link in self._links:
+            threading.Thread(target=self._listen_to, args=(link,), daemon=True).start()
         self._engine_thread = threading.Thread(
             target=self._run_engine, args=(engine,), name="pageferry-engine", daemon=True
         )
         return port
 
     async def _start_agent(self, core: RankCore) -> tuple[TransferAgent, PeerAddress]:
-        config = self._config
-        device = core.loaded.device
-        info = rank_info(
-            core.loaded,
-            core.plan,
-            model_path=config.model_path,
-            model_name=config.model_name,
-            incarnation=config.incarnation,
+        agent, peer = await start_agent(
+            self._config,
+            core,
+            self._inbox.put,
+            lambda: self._inbox.put(PairsChanged()),
         )
-        memory = StoragePages(core.storage)
-        agent = TransferAgent(
-            rank_info=info,
-            instance=(info,),
-            views=views_of_groups(core.plan),
-            transport=UcxTransport(
-                config.host,
-                require_transport=config.require_transport,
-                cuda_device=device.index if device.type == "cuda" else None,
-            ),
-            memory=memory,
-            config=AgentConfig(
-                host=config.host,
-                cluster_token=config.cluster_token,
-                control_port=config.control_port,
-                limits=TransferLimits(floor_ms=config.transfer_timeout_ms),
-                costs=memory.costs,
-            ),
-            deliver=self._inbox.put,
-        )
-        agent.watch_pairs(lambda: self._inbox.put(PairsChanged()))
-        peer = await agent.start()
         self._watch(agent)
         return agent, peer
+
+    def _listen_to(self, link: FollowerLink) -> None:
+        """One rank's death is that of the instance. Whatever the engine is doing, the process
+        ends.
+        """
+        rank = link.hello.rank
+        reason = f"rank {rank} is gone"
+        try:
+            link.listen(lambda rank, fact: self._inbox.put(RankReported(rank, fact)))
+        except Exception as error:  # the thread's boundary
+            logger.exception("what rank %d says is not understood", rank)
+            reason = f"rank {rank}: {error!r}"
+        if self._end_as(reason):
+            self._inbox.put(Shutdown(reason))
+            self._close_io()
+            self._ended.set()
+
+    def _end_as(self, reason: str) -> bool:
+        """Note why the process ends. False when that is known already: the first reason counts."""
+        if not self._decided.acquire(blocking=False):
+            return False
+        self._reason = reason
+        if reason != STOPPED:
+            logger.error("the worker must end: %s", reason)
+        return True
 
     async def _start_server(
         self, facts: WorkerFacts, heartbeat: Heartbeat
@@ -229,14 +217,14 @@ class WorkerProcess:
         except Exception as error:  # the thread's boundary: whatever it is, the worker is over
             logger.exception("the engine failed")
             reason = f"the engine failed: {error!r}"
-        if reason != STOPPED:
-            logger.error("the worker must end: %s", reason)
-            self._reason = reason
+        if self._end_as(reason):
             self._close_io()
         self._ended.set()
 
     def _close_io(self) -> None:
         """Cut front ends and peers, so that they turn to other workers at once."""
+        for link in self._links:
+            link.close()
         io, self._io = self._io, None
         if io is None:
             return
@@ -251,6 +239,11 @@ class WorkerProcess:
             await self._server.close()
         if self._agent is not None:
             await self._agent.close()
+
+
+def rank_process(config: WorkerConfig, progress: Callable[[str], None]) -> RankProcess:
+    """The process that this configuration is for, not started."""
+    return FollowerProcess(config, progress) if config.rank else WorkerProcess(config, progress)
 
 
 def hear_of_deaths(lines: Iterable[str], dead: Callable[[Incarnation], None]) -> None:
@@ -273,7 +266,7 @@ def main(arguments: list[str] | None = None) -> int:
     configure_logging()
     faulthandler.enable()
     raise_limit()
-    process = WorkerProcess(
+    process = rank_process(
         WorkerConfig.model_validate_json(text), lambda line: print(line, file=sys.stderr)
     )
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from transfer.agent_events import AgentEvent
 from worker.messages import Cancel, Generate, Prefill, Stop, Warm
+from worker.rank_facts import RankFact
 
 Command = Prefill | Generate | Cancel | Stop | Warm
 
@@ -50,7 +51,23 @@ class Shutdown:
     reason: str
 
 
-InboxItem = FrontEndCommand | FrontEndLost | FrontEndJoined | AgentEvent | PairsChanged | Shutdown
+@dataclass(frozen=True, slots=True)
+class RankReported:
+    """Another rank of this instance says how its part of a transfer goes."""
+
+    rank: int
+    fact: RankFact
+
+
+InboxItem = (
+    FrontEndCommand
+    | FrontEndLost
+    | FrontEndJoined
+    | AgentEvent
+    | RankReported
+    | PairsChanged
+    | Shutdown
+)
 
 
 class Inbox:

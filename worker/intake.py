@@ -55,7 +55,8 @@ class Intake:
             case Stop():
                 self._stop(message)
             case Warm():
-                self.desk.transfers.keep_warm(message.peers)
+                ranks = [rank for peer in message.peers for rank in peer.ranks]
+                self.desk.transfers.keep_warm(ranks)
 
     def connection_lost(self, connection: int) -> None:
         """Nobody waits for these requests any more."""

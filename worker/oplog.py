@@ -17,6 +17,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from transfer.wire import Codec, Message
+from worker.transfer_log import TransferOperation
 
 BlockTables = tuple[npt.NDArray[np.int32], ...]
 
@@ -138,7 +139,7 @@ class RunStep(Message):
     slices: tuple[RunSlice, ...]
 
 
-Operation = Annotated[
+PageOperation = Annotated[
     OpenSequence
     | GrowSequence
     | GrowToReceive
@@ -156,9 +157,12 @@ Operation = Annotated[
 ]
 
 
+Operation = Annotated[PageOperation | TransferOperation, Field(discriminator="kind")]
+
+
 class LogEntries(Message):
     """Operations ``first_number, first_number + 1, ...``: everything since the last message, one
-    message a step.
+    message a step and one behind it.
     """
 
     kind: Literal["entries"] = "entries"

@@ -14,12 +14,15 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
+from transfer.agent_events import AgentEvent
 from transfer.agent_figures import TransferFigures
 from transfer.identity import PeerAddress
 from transfer.lease import TransferLease
 from transfer.messages import HandoffData
 from transfer.prefix import Prefix
+from worker.inbox import RankReported
 from worker.messages import SamplingParams, StepOutput, TokenLogprob
 
 
@@ -129,6 +132,9 @@ class CacheManager(Protocol):
     def run_step(self, step: int, slices: Sequence[Slice]) -> None:
         """This step is computed now, on every rank."""
 
+    def flush(self) -> None:
+        """The engine rests: every rank is to know what was done up to here."""
+
 
 class Transfers(Protocol):
     """The transfer agent. Non-blocking; what happens comes back as agent events through the
@@ -181,6 +187,21 @@ class Transfers(Protocol):
     @property
     def figures(self) -> TransferFigures:
         """Pairs and totals now."""
+
+
+class Agreement(Protocol):
+    """What the ranks of the instance agree on about their transfers."""
+
+    def heard(self, item: AgentEvent | RankReported) -> Sequence[AgentEvent]:
+        """What the engine is to hear of it now, if anything."""
+
+
+class OnlyRank(Agreement):
+    """One rank agrees with itself."""
+
+    @override
+    def heard(self, item: AgentEvent | RankReported) -> Sequence[AgentEvent]:
+        return () if isinstance(item, RankReported) else (item,)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -82,7 +82,7 @@ class PrefixPulls:
         prefix = Prefix(leg.scope, leg.prompt[: wanted * block])
         left_ms = max(1, leg.deadline_at_ms - desk.clock.now_ms())
         deadline_ms = min(left_ms, self._limits.timeout_ms)
-        desk.transfers.pull(pull_id, (source.peer,), prefix, least, deadline_ms)
+        desk.transfers.pull(pull_id, source.peer.ranks, prefix, least, deadline_ms)
 
     @property
     def _least_blocks(self) -> int:

@@ -172,3 +172,7 @@ class RankManager(CacheManager):
     @override
     def run_step(self, step: int, slices: Values[Slice]) -> None:
         """Nobody else has to compute it."""
+
+    @override
+    def flush(self) -> None:
+        """Nobody else has to hear of it."""

@@ -76,6 +76,10 @@ class LeaderManager(RankManager):
         name = self._lease_names[id(lease)] = self.mint()
         return name
 
+    def lease_name(self, lease: TransferLease) -> int:
+        """The name of a lease that is not released."""
+        return self._lease_names[id(lease)]
+
     @override
     def open(
         self, scope: bytes, tokens: npt.NDArray[np.int32], *, max_match: int
@@ -116,15 +120,23 @@ class LeaderManager(RankManager):
                 ),
             )
         )
+        tables = (part.block_tables for part in slices)
+        number = self._next_number + len(self._pending) - 1
+        self._expected[step] = checksum(number, tables)
+        for follower in self._followers:
+            self._compare(follower)
+        self.flush()
+        self._expected.pop(step - KEPT_STEPS, None)
+
+    @override
+    def flush(self) -> None:
+        if not self._pending:
+            return
         entries = LogEntries(first_number=self._next_number, operations=tuple(self._pending))
         self._next_number += len(self._pending)
         self._pending.clear()
-        tables = (part.block_tables for part in slices)
-        self._expected[step] = checksum(self._next_number - 1, tables)
         for follower in self._followers:
-            self._compare(follower)
             follower.apply(entries)
-        self._expected.pop(step - KEPT_STEPS, None)
 
     def _compare(self, follower: Follower) -> None:
         for answer in follower.checksums():

@@ -51,6 +51,10 @@ class RankReplica(Follower):
         cache = self._sequences[sequence]
         return tuple(cache.block_table(group) for group in range(self._groups))
 
+    def lease(self, name: int) -> PageLease:
+        """A lease that is not released. Raises KeyError."""
+        return self._leases[name]
+
     @override
     def checksums(self) -> list[StepChecksum]:
         answers = list(self._answers)
@@ -88,8 +92,22 @@ class RankReplica(Follower):
                 self._leases[operation.lease].quarantine()
             case RunStep():
                 self._run(operation)
-            case _:
+            case (
+                GrowSequence()
+                | GrowToReceive()
+                | AdvanceSequence()
+                | CommitSequence()
+                | ForkSequence()
+                | SuspendSequence()
+                | ResumeSequence()
+                | CloseSequence()
+            ):
                 self._change(operation)
+            case _:
+                raise RanksDiverged(
+                    f"operation {self._next_number} ({operation.kind}): expected one about pages, "
+                    "this rank has no transfers"
+                )
 
     def _change(
         self,

@@ -15,3 +15,12 @@ def usable(device: str) -> str:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     return device
+
+
+def usable_for(device: str, ranks: int) -> tuple[str, ...]:
+    """A device for each of several ranks, likewise: NCCL wants a GPU a rank."""
+    if usable(device) == "cpu":
+        return ("cpu",) * ranks
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"{torch.cuda.device_count()} CUDA devices, {ranks} are needed")
+    return tuple(f"{device}:{rank}" for rank in range(ranks))

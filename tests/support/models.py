@@ -68,13 +68,20 @@ def write_tiny_model(family: str, directory: Path, *, seed: int = 0) -> Path:
     """Write a random model of ``family`` with its tokenizer to ``directory / family`` and return
     that path.
     """
-    path = directory / family
-    config = FAMILIES[family]()
+    path = write_random_model(FAMILIES[family](), directory / family, seed=seed)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+def write_random_model(config: Any, path: Path, *, seed: int = 0) -> Path:
+    """Write a random model, its biases random too, without a tokenizer."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                torch.nn.init.normal_(parameter, std=config.initializer_range)
     model.save_pretrained(path)
-    tiny_tokenizer().save_pretrained(path)
     return path
 
 

@@ -195,7 +195,7 @@ def start_workers(
     configs: Sequence[WorkerConfig], logs: Path, module: str = "worker.host"
 ) -> list[WorkerRun]:
     """Start ``python -m module`` once for each configuration and wait for the addresses."""
-    started = [_start(config, logs / f"{config.incarnation}.log", module) for config in configs]
+    started = [_start(one, logs / f"{one.incarnation}-{one.rank}.log", module) for one in configs]
     return [_address_of(process, log) for process, log in started]
 
 

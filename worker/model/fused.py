@@ -17,6 +17,7 @@ from torch.nn.functional import rms_norm
 from worker.model.attention import StepContext, attend
 from worker.model.families import ModelFacts
 from worker.model.products import Product, fused
+from worker.model.rank_sum import RankSum, summed
 
 FUSED_FAMILIES: Final = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
@@ -45,7 +46,7 @@ class FusedDecoder:
     Takes the layers' weights over: the module itself may not be able to run afterwards.
     """
 
-    def __init__(self, module: Any, facts: ModelFacts) -> None:
+    def __init__(self, module: Any, facts: ModelFacts, ranks: RankSum) -> None:
         model = module.base_model
         self._embedding: torch.Tensor = model.embed_tokens.weight
         self._rotary = model.rotary_emb
@@ -53,7 +54,7 @@ class FusedDecoder:
         self._eps: float = module.config.rms_norm_eps
         self._facts = facts
         self._layers = tuple(
-            _fused_layer(index, layer, facts) for index, layer in enumerate(model.layers)
+            _fused_layer(index, layer, facts, ranks) for index, layer in enumerate(model.layers)
         )
 
     def __call__(
@@ -118,7 +119,7 @@ class FusedDecoder:
         return rms_norm(hidden, (hidden.shape[-1],), weight, self._eps)
 
 
-def _fused_layer(index: int, layer: Any, facts: ModelFacts) -> FusedLayer:
+def _fused_layer(index: int, layer: Any, facts: ModelFacts, ranks: RankSum) -> FusedLayer:
     attention, mlp = layer.self_attn, layer.mlp
     head_norm = None
     if facts.family == "qwen3":
@@ -133,10 +134,10 @@ def _fused_layer(index: int, layer: Any, facts: ModelFacts) -> FusedLayer:
         input_norm=layer.input_layernorm.weight,
         qkv=fused((attention.q_proj, attention.k_proj, attention.v_proj)),
         head_norm=head_norm,
-        output=fused((attention.o_proj,)),
+        output=summed(fused((attention.o_proj,)), ranks),
         mlp_norm=layer.post_attention_layernorm.weight,
         gate_up=fused((mlp.gate_proj, mlp.up_proj)),
-        down=fused((mlp.down_proj,)),
+        down=summed(fused((mlp.down_proj,)), ranks),
         activation=mlp.act_fn,
         scale=attention.scaling,
     )

@@ -22,6 +22,7 @@ from gguf.quants import dequantize
 
 from worker.model.errors import ModelLoadError
 from worker.model.gguf_header import GGUFHeader, GGUFTensor
+from worker.model.shard import ShardPlan
 
 ROPE_FACTORS: Final = "rope_freqs.weight"
 """Divisors of the rotary frequencies: how Llama 3.1 and later store their scaling."""
@@ -176,9 +177,15 @@ CONFIGURATIONS: Final[dict[str, Callable[[_Metadata, GGUFHeader, dict[str, Any]]
 
 
 def state_dict(
-    header: GGUFHeader, path: Path, config: Any, dtype: torch.dtype, progress: Callable[[str], None]
+    header: GGUFHeader,
+    path: Path,
+    config: Any,
+    dtype: torch.dtype,
+    progress: Callable[[str], None],
+    plan: ShardPlan,
 ) -> dict[str, torch.Tensor]:
-    """All weights by transformers' names, dequantised, on CPU.
+    """All weights of a rank by transformers' names, dequantised, on CPU. ``config`` is the whole
+    model's. Of other ranks' rows nothing is dequantised.
 
     Raises:
         ModelLoadError: a tensor that this architecture should not have.
@@ -188,12 +195,18 @@ def state_dict(
     done, told = 0, 0
     with path.open("rb") as file:
         data = np.memmap(file, mode="r", dtype=np.uint8, offset=0)
-        for name, tensor in header.tensors.items():
-            done += tensor.num_bytes
+        for name, whole in header.tensors.items():
+            done += whole.num_bytes
             if name != ROPE_FACTORS:
-                values = _adapted(header.architecture, name, _read(data, header, tensor), config)
                 target = _target(header.architecture, name, path)
-                weights[target] = torch.from_numpy(values).to(dtype)
+                tensor, index = whole, plan.part(target, whole.shape)
+                if len(index) == 1 and len(whole.shape) == 2:
+                    tensor, index = _rows(whole, index[0]), ()
+                read = _read(data, header, tensor)[index]
+                values = _adapted(header.architecture, name, read, config)
+                weights[target] = torch.from_numpy(values).to(dtype, copy=bool(index))
+                if not plan.owns(target):
+                    weights[target].zero_()
             if done * 4 // max(total, 1) > told:
                 told = done * 4 // max(total, 1)
                 progress(f"dequantised {done / 1e6:.0f} of {total / 1e6:.0f} MB")
@@ -240,6 +253,17 @@ def _read(
     return np.asarray(values, np.float32).reshape(tensor.shape)
 
 
+def _rows(tensor: GGUFTensor, rows: slice) -> GGUFTensor:
+    """Some rows of a matrix: types pack within a row."""
+    row_bytes = tensor.num_bytes // tensor.shape[0]
+    return GGUFTensor(
+        shape=(rows.stop - rows.start, *tensor.shape[1:]),
+        kind=tensor.kind,
+        offset=tensor.offset + rows.start * row_bytes,
+        num_bytes=(rows.stop - rows.start) * row_bytes,
+    )
+
+
 def _merge(rows: int, row_bytes: int) -> int:
     """How many rows to read as one: a divisor of ``rows``."""
     wanted = max(1, CHUNK_BYTES // 16 // row_bytes)
@@ -255,7 +279,6 @@ def _adapted(
     if architecture == "gemma3" and name.endswith("norm.weight"):
         return values - 1
     if architecture == "llama" and (".attn_q." in name or ".attn_k." in name):
-        heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
-        pairs = values.reshape(heads, len(values) // heads // 2, 2, *values.shape[1:])
+        pairs = values.reshape(-1, config.head_dim // 2, 2, *values.shape[1:])
         return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
     return values

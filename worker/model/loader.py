@@ -7,6 +7,7 @@ only and never runs code that comes with a model.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,15 +26,20 @@ from worker.model.errors import ModelLoadError
 from worker.model.families import (
     FAMILIES,
     GGUF_ARCHITECTURES,
+    Configuration,
     ModelFacts,
     check_supported,
     describe,
 )
-from worker.model.gguf_header import GGUFHeader
 from worker.model.gguf_model import apply_rope_factors, configuration, state_dict
+from worker.model.rank_sum import OnlyRank, RankSum
+from worker.model.rank_weights import read_safetensors
+from worker.model.shard import ShardPlan
 from worker.model.source import ModelSource, locate
 
 Progress = Callable[[str], None]
+
+GENERATION_CONFIG: Final = "generation_config.json"
 
 TORCH_TYPES: Final[dict[ElementType, torch.dtype]] = {
     ElementType.FLOAT32: torch.float32,
@@ -44,10 +50,18 @@ TORCH_TYPES: Final[dict[ElementType, torch.dtype]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model ready to run. ``module`` is the transformers causal language model."""
+    """One rank's part of a model, ready to run. ``module`` is the transformers causal language
+    model, with narrower layers where ranks share them.
+    """
 
     module: Any
     facts: ModelFacts
+    """Of this rank's part: its heads alone."""
+    whole_facts: ModelFacts
+    configuration: Configuration
+    """Of the whole model."""
+    ranks: RankSum
+    shard_plan: ShardPlan
     specs: tuple[KVCacheLayerSpec, ...]
     eos_token_ids: tuple[int, ...]
     device: torch.device
@@ -69,9 +83,10 @@ def load_model(
     *,
     device: str = "cpu",
     dtype: ConfiguredType = "auto",
+    ranks: RankSum = OnlyRank(),  # noqa: B008  # a value
     progress: Progress = lambda message: None,
 ) -> LoadedModel:
-    """Load a Hugging Face directory or a GGUF file.
+    """Load a Hugging Face directory or a GGUF file, or one rank's part of it.
 
     Args:
         path: the directory or file.
@@ -79,6 +94,7 @@ def load_model(
         dtype: of weights, activations and KV pages. ``auto`` is float32 on CPU, elsewhere the
             checkpoint's type
             (bfloat16 for GGUF).
+        ranks: the ranks that share the model, this one among them. Only this one's part is read.
         progress: called with one short sentence at each stage.
 
     Raises:
@@ -89,11 +105,20 @@ def load_model(
     check_supported(source.model_type, known)
     started = time.monotonic()
     progress(f"loading {source.path.name} ({source.weight_bytes / 1e6:.0f} MB)")
-    module = _read(source, _load_dtype(source, device, dtype), progress)
-    facts = describe(module.config.to_dict())
+    reading = {"attn_implementation": PAGED, "dtype": _load_dtype(source, device, dtype)}
+    try:
+        with quiet_transformers():
+            config = _configuration(source)
+            whole = config.to_dict()
+            whole_facts = describe(whole)
+            plan = ShardPlan(ranks.shard, whole_facts, config)
+            module = _read(source, config, plan, reading, progress)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError) as error:
+        raise ModelLoadError(f"{source.path}: transformers could not load it: {error}") from error
     target = _device(device)
     module = module.to(target).eval().requires_grad_(requires_grad=False)
     chosen = _element_type(module.dtype)
+    facts = plan.facts()
     progress(
         f"loaded {facts.family}: {sum(p.numel() for p in module.parameters()) / 1e6:.0f} M "
         "parameters "
@@ -102,6 +127,10 @@ def load_model(
     return LoadedModel(
         module=module,
         facts=facts,
+        whole_facts=whole_facts,
+        configuration=whole,
+        ranks=ranks,
+        shard_plan=plan,
         specs=facts.layer_specs(chosen),
         eos_token_ids=eos_token_ids(module.config, module.generation_config),
         device=target,
@@ -135,18 +164,26 @@ def _element_type(dtype: torch.dtype) -> ElementType:
     )
 
 
-def _read(source: ModelSource, dtype: torch.dtype | str, progress: Progress) -> Any:
-    """The transformers module with all its weights."""
-    common = {"attn_implementation": PAGED, "output_loading_info": True, "dtype": dtype}
-    try:
-        with quiet_transformers():
-            if source.gguf is None:
-                read = transformers.AutoModelForCausalLM.from_pretrained
-                module, report = read(**source.arguments(), **common)
-            else:
-                module, report = _read_gguf(source, source.gguf, common, progress)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError) as error:
-        raise ModelLoadError(f"{source.path}: transformers could not load it: {error}") from error
+def _configuration(source: ModelSource) -> Any:
+    if source.gguf is not None:
+        return configuration(source.gguf, source.path)
+    return transformers.AutoConfig.from_pretrained(**source.arguments())
+
+
+def _read(
+    source: ModelSource,
+    config: Any,
+    plan: ShardPlan,
+    reading: dict[str, Any],
+    progress: Progress,
+) -> Any:
+    """The transformers module with all weights of this rank."""
+    reading = {**reading, "output_loading_info": True}
+    if source.gguf is None and plan.shard.size == 1:
+        read = transformers.AutoModelForCausalLM.from_pretrained
+        module, report = read(**source.arguments(), **reading)
+    else:
+        module, report = _read_part(source, config, plan, reading, progress)
     for kind in ("missing_keys", "mismatched_keys"):
         if report[kind]:
             keys = sorted(map(str, report[kind]))
@@ -156,14 +193,29 @@ def _read(source: ModelSource, dtype: torch.dtype | str, progress: Progress) -> 
     return module
 
 
-def _read_gguf(
-    source: ModelSource, header: GGUFHeader, common: dict[str, Any], progress: Progress
+def _read_part(
+    source: ModelSource,
+    config: Any,
+    plan: ShardPlan,
+    reading: dict[str, Any],
+    progress: Progress,
 ) -> tuple[Any, dict[str, Any]]:
-    config = configuration(header, source.path)
-    weights = state_dict(header, source.path, config, common["dtype"], progress)
+    """From weights that we read ourselves: those of GGUF files, and a rank's part of others."""
+    if source.gguf is None:
+        weights = read_safetensors(source.shards, plan)
+    else:
+        weights = state_dict(source.gguf, source.path, config, reading["dtype"], progress, plan)
+    own = copy.deepcopy(config)
+    for name, value in plan.configuration().items():
+        setattr(own, name, value)
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    module, report = model_class.from_pretrained(None, config=config, state_dict=weights, **common)
-    apply_rope_factors(header, source.path, module)
+    module, report = model_class.from_pretrained(None, config=own, state_dict=weights, **reading)
+    if source.gguf is not None:
+        apply_rope_factors(source.gguf, source.path, module)
+    elif (source.path / GENERATION_CONFIG).is_file():
+        module.generation_config = transformers.GenerationConfig.from_pretrained(
+            str(source.path), local_files_only=True
+        )
     return module, report
 
 

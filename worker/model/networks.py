@@ -15,6 +15,8 @@ from worker.model.attention import StepContext
 from worker.model.fused import FUSED_FAMILIES, FusedDecoder
 from worker.model.loader import LoadedModel
 from worker.model.products import head
+from worker.model.rank_sum import SummedModule
+from worker.model.shard import Cut
 
 
 class Network(Protocol):
@@ -41,6 +43,8 @@ class PlainModel(Network):
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._module = loaded.module
+        if loaded.ranks.shard.size > 1:
+            _add_up_rows(loaded)
         self._vocab_size = loaded.vocab_size
 
     @override
@@ -63,11 +67,23 @@ class PlainModel(Network):
         return self._module(logits_to_keep=rows, **arguments).logits[0].float()
 
 
+def _add_up_rows(loaded: LoadedModel) -> None:
+    """Have every row-parallel module of transformers give the sum over all ranks."""
+    rows = [
+        name
+        for name, _ in loaded.module.named_modules()
+        if loaded.shard_plan.cut_of(name) is Cut.ROW
+    ]
+    for name in rows:
+        part = loaded.module.get_submodule(name)
+        loaded.module.set_submodule(name, SummedModule(part, loaded.ranks))
+
+
 class FusedModel(Network):
     """Fused layers, which take the module's weights over."""
 
     def __init__(self, loaded: LoadedModel) -> None:
-        self._decoder = FusedDecoder(loaded.module, loaded.facts)
+        self._decoder = FusedDecoder(loaded.module, loaded.facts, loaded.ranks)
         self._head = head(loaded.module.get_output_embeddings())
 
     @override

@@ -48,6 +48,11 @@ class ModelSource:
             return self.path.stat().st_size
         return sum(file.stat().st_size for file in self.path.glob("*.safetensors"))
 
+    @property
+    def shards(self) -> list[Path]:
+        """The safetensors files of a directory. Raises ModelLoadError."""
+        return _shards(self.path)
+
 
 def locate(path: str | Path) -> ModelSource:
     """Find and check the files of a model.

@@ -41,6 +41,30 @@ def test_every_instance_has_a_thread_however_many_there_are() -> None:
     assert {plan.torch_threads for plan in plans} == {1}
 
 
+def test_ranks_share_what_instances_would() -> None:
+    machine = Machine(cores=8, available_bytes=16 * GIB)
+    plans = plan_instances(config(generation_tensor_parallel_size=3), machine, weights_bytes=GIB)
+    assert [(p.name, p.tensor_parallel_size, p.torch_threads, p.kv_cache_bytes) for p in plans] == [
+        ("context-0", 1, 2, GIB),
+        ("generation-0", 3, 2, GIB),
+    ]
+    plans = plan_instances(config(aggregated=1, tensor_parallel_size=2), machine, weights_bytes=0)
+    assert [(p.name, p.tensor_parallel_size, p.torch_threads) for p in plans] == [
+        ("aggregated-0", 2, 4)
+    ]
+
+
+def test_every_rank_has_a_gpu_of_its_own() -> None:
+    gpus = tuple(Gpu(name="H", free_bytes=100 * GIB) for _ in range(4))
+    machine = Machine(cores=8, available_bytes=16 * GIB, gpus=gpus)
+    shared = config(tensor_parallel_size=2)
+    plans = plan_instances(shared, machine, weights_bytes=100 * GIB)
+    assert {plan.gpu_fraction for plan in plans} == {1.0}
+    assert 20 * GIB < plans[0].kv_cache_bytes < 30 * GIB  # 90 less a half and the whole parts
+    with pytest.raises(ConfigError, match="a GPU for each of 6 ranks, got 4"):
+        plan_instances(config(tensor_parallel_size=2, context=2), machine, weights_bytes=GIB)
+
+
 def test_explicit_values_win() -> None:
     machine = Machine(cores=8, available_bytes=GIB)
     plans = plan_instances(

@@ -17,6 +17,7 @@ from gguf.quants import quantize
 from safetensors.torch import load_file
 
 from worker.model.errors import ModelLoadError
+from worker.model.families import describe
 from worker.model.gguf_model import (
     GEMMA_LAYERS,
     IN_LAYERS,
@@ -25,6 +26,7 @@ from worker.model.gguf_model import (
     state_dict,
 )
 from worker.model.loader import load_model
+from worker.model.shard import Shard, ShardPlan
 from worker.model.source import locate
 
 TinyModel = Callable[[str], Path]
@@ -119,6 +121,11 @@ def test_logits_equal_those_of_the_directory(
     torch.testing.assert_close(logits(loaded.module), logits(directory), atol=1e-5, rtol=1e-5)
 
 
+def whole_plan() -> ShardPlan:
+    config = transformers.LlamaConfig()
+    return ShardPlan(Shard(), describe(config.to_dict()), config)
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F16", "BF16"])
 def test_quantised_weights(tiny_model: TinyModel, tmp_path: Path, kind: str) -> None:
     chosen = GGMLQuantizationType[kind]
@@ -133,7 +140,8 @@ def test_quantised_weights(tiny_model: TinyModel, tmp_path: Path, kind: str) -> 
     header = locate(path).gguf
     assert header is not None
     messages: list[str] = []
-    (weight,) = state_dict(header, path, None, torch.float32, messages.append).values()
+    plan = whole_plan()
+    (weight,) = state_dict(header, path, None, torch.float32, messages.append, plan).values()
     expected = gguf.quants.dequantize(quantize(values, chosen), chosen).reshape(96, 64)
     assert torch.equal(weight, torch.from_numpy(np.asarray(expected, np.float32)))
     assert messages[-1].startswith("dequantised")

@@ -1,0 +1,170 @@
+"""A follower: it applies the log to its own pages, its own agent and its part of the model.
+
+Nothing is decided here. Steps are computed where they stand in the log, so that all ranks come to
+their sums in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from typing_extensions import override
+
+from kvcache_core.manager import UnifiedKVCacheManager
+from transfer.agent_events import AgentEvent, LeaseEnded, LeaseInDoubt
+from transfer.prefix import Prefix
+from transfer.wire import unpack_ints
+from worker.agreement import fact_of
+from worker.oplog import LogEntries, Operation, ReleaseLease, RunStep, StepChecksum
+from worker.ports import Slice, Transfers
+from worker.rank_facts import RankFact
+from worker.replica import RankReplica
+from worker.transfer_log import (
+    AnnounceTransfer,
+    CancelTransfer,
+    DeclineTransfer,
+    FoundTransfer,
+    GrantTransfer,
+    HandOffTransfer,
+    KeepWarm,
+    NoDecodeTransfer,
+    PullTransfer,
+    ReadyTransfer,
+    ShipTransfer,
+)
+
+
+class FollowerTransfers(Transfers, Protocol):
+    """A follower's agent."""
+
+    def hand_off_pages(self, request_id: str) -> None: ...
+
+
+class Partner(Protocol):
+    """The model of a follower."""
+
+    def compute(self, slices: Sequence[Slice], drawing: Sequence[bool]) -> None:
+        """This rank's part of a step. ``drawing`` says from which slices the leader draws."""
+
+
+class RankFollower(RankReplica):
+    """One rank that follows. Used by one thread, except ``report``."""
+
+    def __init__(
+        self,
+        manager: UnifiedKVCacheManager,
+        transfers: FollowerTransfers,
+        partner: Partner,
+        tell: Callable[[StepChecksum | RankFact], None],
+    ) -> None:
+        super().__init__(manager)
+        self._transfers = transfers
+        self._partner = partner
+        self._tell = tell
+        self._names: dict[int, int] = {}
+
+    def report(self, event: AgentEvent) -> None:
+        """Tell the leader what this rank's agent reports. In the agent's thread."""
+        lease = 0
+        if isinstance(event, LeaseEnded | LeaseInDoubt):
+            lease = self._names[id(event.lease)]
+        fact = fact_of(event, lease)
+        if fact is not None:
+            self._tell(fact)
+
+    @override
+    def apply(self, entries: LogEntries) -> None:
+        super().apply(entries)
+        for answer in self.checksums():
+            self._tell(answer)
+
+    @override
+    def _run(self, step: RunStep) -> None:
+        super()._run(step)
+        self.steps.pop()
+        self._partner.compute(
+            [
+                Slice(
+                    part.sequence,
+                    unpack_ints(part.tokens),
+                    part.start,
+                    self.tables(part.sequence),
+                    (),
+                )
+                for part in step.slices
+            ],
+            [part.draws for part in step.slices],
+        )
+
+    @override
+    def _apply(self, operation: Operation) -> None:
+        match operation:
+            case ReadyTransfer() | ShipTransfer():
+                self._lend(operation)
+            case ReleaseLease():
+                del self._names[id(self.lease(operation.lease))]
+                super()._apply(operation)
+            case GrantTransfer():
+                self._transfers.grant(
+                    operation.request_id,
+                    operation.sources,
+                    operation.prompt_tokens,
+                    operation.deadline_ms,
+                )
+            case PullTransfer():
+                prefix = Prefix(operation.scope, unpack_ints(operation.tokens))
+                self._transfers.pull(
+                    operation.request_id,
+                    operation.sources,
+                    prefix,
+                    operation.least_blocks,
+                    operation.deadline_ms,
+                )
+            case (
+                AnnounceTransfer()
+                | HandOffTransfer()
+                | NoDecodeTransfer()
+                | FoundTransfer()
+                | DeclineTransfer()
+                | CancelTransfer()
+                | KeepWarm()
+            ):
+                self._say(operation)
+            case _:
+                super()._apply(operation)
+
+    def _lend(self, operation: ReadyTransfer | ShipTransfer) -> None:
+        lease = self.lease(operation.lease)
+        self._names[id(lease)] = operation.lease
+        give = self._transfers.ready
+        if isinstance(operation, ShipTransfer):
+            give = self._transfers.ship
+        give(operation.request_id, operation.first_block, operation.end_block, lease)
+
+    def _say(
+        self,
+        operation: AnnounceTransfer
+        | HandOffTransfer
+        | NoDecodeTransfer
+        | FoundTransfer
+        | DeclineTransfer
+        | CancelTransfer
+        | KeepWarm,
+    ) -> None:
+        transfers = self._transfers
+        match operation:
+            case AnnounceTransfer():
+                transfers.announce(operation.request_id)
+            case HandOffTransfer():
+                transfers.hand_off_pages(operation.request_id)
+            case NoDecodeTransfer():
+                transfers.no_decode(operation.request_id)
+            case FoundTransfer():
+                transfers.found(operation.request_id, operation.end_block)
+            case DeclineTransfer():
+                transfers.decline(operation.request_id, operation.reason)
+            case CancelTransfer():
+                transfers.cancel(operation.request_id, operation.reason)
+            case KeepWarm():
+                transfers.keep_warm(operation.peers)
