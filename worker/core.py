@@ -24,6 +24,7 @@ from worker.model.runner import ModelRunner
 from worker.ports import Clock, Draw, Executor, Output, Slice, Transfers
 from worker.prefixes import PullLimits
 from worker.ranks import RankManager
+from worker.scheduler import Demotion
 
 WARM_UP_TOKENS = 16
 
@@ -129,6 +130,9 @@ def make_engine(
             pulls=PullLimits(
                 least_tokens=config.least_pull_tokens, timeout_ms=config.pull_timeout_ms
             ),
+            demotion=None
+            if config.ctx_demote_uncached_tokens is None
+            else Demotion(config.ctx_demote_uncached_tokens, config.ctx_demote_max_iters),
         ),
     )
 

@@ -43,6 +43,7 @@ from worker.ports import (
 )
 from worker.prefixes import PullLimits
 from worker.requests import Sequence
+from worker.scheduler import Demotion
 from worker.served_pulls import ServedPulls
 from worker.survey import Survey
 
@@ -62,6 +63,8 @@ class EngineLimits:
     quarantine_limit_blocks: int
     quarantine_grace_ms: int
     pulls: PullLimits
+    demotion: Demotion | None = None
+    """None: the oldest prompt keeps its half of the prefill budget however long it is."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -103,6 +106,7 @@ class Engine:
             Survey(self._desk),
             limits.max_batch_tokens,
             limits.max_running,
+            limits.demotion,
         )
         self._roles = {"context": context, "generation": generation}
         self._stopped: str | None = None

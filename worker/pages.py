@@ -17,6 +17,7 @@ from worker.requests import LegRecord, Sequence, SequenceState
 from worker.role import Role
 from worker.scheduler import (
     Admission,
+    Demotion,
     Item,
     Limits,
     StepPlan,
@@ -36,6 +37,7 @@ class PageBoard:
     survey: Survey
     max_batch_tokens: int
     max_running: int
+    demotion: Demotion | None
 
     def admit(self) -> bool:
         """Give pages, and promises of pages, to whoever is next. True when somebody got
@@ -54,6 +56,9 @@ class PageBoard:
     def _carry_out(self, plan: Admission, legs: dict[int, LegRecord]) -> bool:
         sequences = self.desk.sequences
         moved = False
+        for key, slots in plan.passed:
+            waiting = sequences[key] if key > 0 else legs[-key]
+            waiting.passed_slots += slots
         for key in plan.resume:
             self._resume(sequences[key])  # counts as progress once it computes something
         for key in plan.land:
@@ -70,7 +75,8 @@ class PageBoard:
         return plan_admission(items, self.desk.manager.available_slots(), self._limits())
 
     def _limits(self) -> Limits:
-        return Limits(self.max_batch_tokens, self.max_running, self.desk.manager.total_slots())
+        total = self.desk.manager.total_slots()
+        return Limits(self.max_batch_tokens, self.max_running, total, self.demotion)
 
     def _open(self, sequence: Sequence) -> None:
         """Match the prefix tree. The logits of the last token are needed, so that one is always
@@ -103,6 +109,8 @@ class PageBoard:
         if not rows:
             return []
         plan = plan_step(rows, self._limits())
+        for key in plan.demoted:
+            self.desk.sequences[key].demoted_steps += 1
         batch = self._allocate(plan)
         if not batch:
             self._check_progress(plan)

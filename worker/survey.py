@@ -22,7 +22,7 @@ LEG_PHASES: Final = {
     LegState.AWAITING_ROOM: Phase.GRANTING,
     LegState.GRANTED: Phase.PROMISED,
     LegState.LANDING: Phase.LANDING,
-    LegState.PULL_WAITING: Phase.LANDING,
+    LegState.PULL_WAITING: Phase.FETCHING,
 }
 RECEIVING: Final = frozenset({LegState.RECEIVING, LegState.PULLING, LegState.PULL_RECEIVING})
 """States of legs whose room is set aside for what a peer writes."""
@@ -48,6 +48,7 @@ class Survey:
                 sequence.arrival,
                 len(sequence.tokens) - sequence.computed,
                 sequence.last_step,
+                sequence.demoted_steps,
             )
             for sequence in self.desk.sequences.values()
             if sequence.state is SequenceState.RUNNING
@@ -112,12 +113,14 @@ class Survey:
         if isinstance(one, Sequence):
             demand = self._fresh(one.leg, len(one.tokens), len(one.choices))
             phase = SEQUENCE_PHASES[one.state]
-            return Item(one.key, phase, one.arrival, demand, len(one.choices))
+            rows = len(one.choices)
+            return Item(one.key, phase, one.arrival, demand, rows, one.passed_slots)
         choices = max(1, len(one.open_choices))
         demand = self._fresh(one, one.prompt_tokens, choices)
         if one.saving:
             demand = _less(demand, one.saving)
-        return Item(-one.arrival, LEG_PHASES[one.state], (one.arrival, 0), demand, choices)
+        arrival, phase = (one.arrival, 0), LEG_PHASES[one.state]
+        return Item(-one.arrival, phase, arrival, demand, choices, one.passed_slots)
 
     def _running(self, sequence: Sequence) -> Item:
         capacity = 0 if sequence.cache is None else sequence.cache.capacity
