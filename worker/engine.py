@@ -41,6 +41,7 @@ from worker.ports import (
     SliceResult,
     Transfers,
 )
+from worker.prefix_waits import PrefixWaits
 from worker.prefixes import PullLimits
 from worker.requests import Sequence
 from worker.scheduler import Demotion
@@ -103,7 +104,7 @@ class Engine:
             self._desk,
             context,
             generation,
-            Survey(self._desk),
+            Survey(self._desk, PrefixWaits(self._desk, limits.max_batch_tokens)),
             limits.max_batch_tokens,
             limits.max_running,
             limits.demotion,

@@ -64,8 +64,7 @@ class PageBoard:
         for key in plan.land:
             moved |= self._role(legs[-key]).land(legs[-key])
         for key in plan.admit:
-            self._open(sequences[key])
-            moved = True
+            moved |= self._open(sequences[key])
         for key in plan.grant:
             self.generation.grant(legs[-key])
             moved = True
@@ -78,15 +77,19 @@ class PageBoard:
         total = self.desk.manager.total_slots()
         return Limits(self.max_batch_tokens, self.max_running, total, self.demotion)
 
-    def _open(self, sequence: Sequence) -> None:
-        """Match the prefix tree. The logits of the last token are needed, so that one is always
-        computed.
+    def _open(self, sequence: Sequence) -> bool:
+        """Match the prefix tree, unless another sequence computes more of it just now. The logits
+        of the last token are needed, so that one is always computed.
         """
+        if self.survey.waits.begin(sequence):
+            return False
         tokens = sequence.tokens.span(0, len(sequence.tokens))
         cache = self.desk.manager.open(sequence.leg.scope, tokens, max_match=len(tokens) - 1)
+        cache.announce()
         sequence.cache = cache
         sequence.enter(SequenceState.RUNNING)
         self._role(sequence.leg).opened(sequence)
+        return True
 
     def _resume(self, sequence: Sequence) -> None:
         assert sequence.cache is not None

@@ -73,6 +73,9 @@ class CacheSequence(Protocol):
 
     def close(self) -> None: ...
 
+    def announce(self) -> None:
+        """Others may wait for the full blocks that it computes of what it was opened with."""
+
     def block_tables(self) -> tuple[npt.NDArray[np.int32], ...]: ...
 
     def lease(self, first_block: int, end_block: int) -> TransferLease: ...
@@ -99,6 +102,15 @@ class CacheTotals:
     """Brought back from host memory."""
 
 
+@dataclass(frozen=True, slots=True)
+class AwaitedPrefix:
+    """Blocks that a running sequence computes now, right after those that are known."""
+
+    key: bytes
+    """Of the last of them."""
+    tokens: int
+
+
 class CacheManager(Protocol):
     """The pages of this worker."""
 
@@ -108,6 +120,14 @@ class CacheManager(Protocol):
     def open(
         self, scope: bytes, tokens: npt.NDArray[np.int32], *, max_match: int
     ) -> CacheSequence: ...
+
+    def awaited_prefix(self, scope: bytes, tokens: npt.NDArray[np.int32]) -> AwaitedPrefix | None:
+        """What of ``tokens`` is worth waiting for, because another sequence computes it; counted
+        as a wait.
+        """
+
+    def is_announced(self, key: bytes) -> bool:
+        """Whether a running sequence still computes the block with this key."""
 
     def release(self, lease: TransferLease) -> None: ...
 

@@ -213,6 +213,10 @@ class Sequence:
     """Slots that younger items got while it was queued."""
     demoted_steps: int = 0
     """Steps in which its prompt gave up the privilege of the oldest."""
+    awaited_key: bytes | None = None
+    """Key of the last block that it waits for, computed by another sequence."""
+    wait_until_step: int | None = None
+    """Number of the step at which it waits no longer, set by its first wait."""
 
     def enter(self, state: SequenceState) -> None:
         """Change state. Raises InvalidTransition for a pair outside the table."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from worker.desk import Desk
+from worker.prefix_waits import PrefixWaits
 from worker.requests import LegRecord, LegState, Sequence, SequenceState
 from worker.scheduler import Item, Phase, Row, Slots
 
@@ -37,6 +38,7 @@ class Survey:
     """Reads the desk. A leg's key is its negated arrival number, a sequence's its own key."""
 
     desk: Desk
+    waits: PrefixWaits
     _looked: tuple[int, Slots] = field(default=(0, ()))
     """Key and available slots of the last look that found nothing to share."""
 
@@ -103,7 +105,7 @@ class Survey:
         waiting: list[tuple[tuple[int, int], Sequence | LegRecord]] = [
             (sequence.arrival, sequence)
             for sequence in self.desk.sequences.values()
-            if sequence.state in SEQUENCE_PHASES
+            if sequence.state in SEQUENCE_PHASES and not self.waits.holds(sequence)
         ]
         waiting += [((leg.arrival, 0), leg) for leg in self.desk.legs if leg.state in LEG_PHASES]
         waiting.sort(key=lambda pair: pair[0])
