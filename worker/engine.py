@@ -162,10 +162,11 @@ class Engine:
             self._desk.end(leg, Ending("failed", "worker_failed", reason, retryable=True))
 
     def _advance(self) -> bool:
+        legs = len(self._desk.legs)
         moved = self._board.admit()
         batch = self._board.step()
         if not batch:
-            return moved
+            return moved or len(self._desk.legs) < legs  # one that ended left pages to others
         self._desk.counters.steps += 1
         slices = [part for _, part in batch]
         self._parts.manager.run_step(self._desk.counters.steps, slices)

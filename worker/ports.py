@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -203,8 +203,7 @@ class Transfers(Protocol):
         """Pairs and totals now."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """One token to draw from a slice's logits."""
 
     params: SamplingParams
@@ -216,8 +215,7 @@ class Draw:
     """Tokens that may not be drawn."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """Tokens ``[start, start + len(tokens))`` of one sequence, to be computed in this step."""
 
     sequence: int
@@ -229,8 +227,7 @@ class Slice:
     """Drawn from the logits of its last token; empty for a chunk before the end."""
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(NamedTuple):
     """One drawn token."""
 
     token: int

@@ -109,7 +109,8 @@ class RankSequence(CacheSequence):
 
     @override
     def block_tables(self) -> BlockTables:
-        return tuple(self._cache.block_table(group) for group in self._groups)
+        table = self._cache.block_table
+        return tuple([table(group) for group in self._groups])
 
     @override
     def lease(self, first_block: int, end_block: int) -> PageLease:

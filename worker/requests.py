@@ -213,6 +213,10 @@ class Sequence:
     """Slots that younger items got while it was queued."""
     demoted_steps: int = 0
     """Steps in which its prompt gave up the privilege of the oldest."""
+    owed: tuple[int, ...] = ()
+    """Slots per pool group that it still has to get, as of ``owed_at``."""
+    owed_at: tuple[int, int, int] | None = None
+    """Its blocks, capacity and choices then."""
     awaited_key: bytes | None = None
     """Key of the last block that it waits for, computed by another sequence."""
     wait_until_step: int | None = None

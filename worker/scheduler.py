@@ -12,13 +12,16 @@ plan out.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from operator import attrgetter, le
+from typing import Final, NamedTuple
 
 Slots = tuple[int, ...]
 """Slots per pool group."""
+
+_ARRIVAL: Final = attrgetter("arrival")
 
 
 class Phase(Enum):
@@ -50,8 +53,7 @@ NEW: Final = frozenset({Phase.QUEUED, Phase.GRANTING, Phase.FETCHING})
 """They hold nothing and nobody counts on them yet: younger ones may pass."""
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """One sequence, or one transfer that becomes ``rows`` sequences."""
 
     key: int
@@ -65,8 +67,7 @@ class Item:
     """Slots of all pool groups that younger items got while it was kept waiting."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One running sequence that has something to compute."""
 
     key: int
@@ -121,9 +122,13 @@ class Admission:
     passed: tuple[tuple[int, int], ...] = ()
     """Items that younger ones passed in this plan, each with the slots that those got."""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody gets anything."""
+        return not (self.resume or self.land or self.admit or self.grant)
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+
+class Chunk(NamedTuple):
     """Compute the next ``tokens`` pending tokens of a sequence."""
 
     key: int
@@ -144,7 +149,7 @@ class StepPlan:
 
 def fits(demand: Slots, free: Slots) -> bool:
     """Whether every pool group has enough."""
-    return all(need <= have for need, have in zip(demand, free, strict=True))
+    return all(map(le, demand, free))
 
 
 def _minus(left: Slots, right: Slots) -> Slots:
@@ -153,10 +158,6 @@ def _minus(left: Slots, right: Slots) -> Slots:
 
 def _plus(left: Slots, right: Slots) -> Slots:
     return tuple(a + b for a, b in zip(left, right, strict=True))
-
-
-def _item_arrival(item: Item) -> tuple[int, int]:
-    return item.arrival
 
 
 def plan_admission(items: Sequence[Item], available: Slots, limits: Limits) -> Admission:
@@ -176,7 +177,7 @@ def plan_admission(items: Sequence[Item], available: Slots, limits: Limits) -> A
             entrants.append(item)
             if item.phase in PROMISES:
                 left.promise(item)
-    entrants.sort(key=_item_arrival)
+    entrants.sort(key=_ARRIVAL)
     short: int | None = None
     waiting: list[tuple[Item, int]] = []  # with the slots that were given before it
     given, patience = 0, sys.maxsize  # new items get no more than ``patience`` slots
@@ -220,6 +221,8 @@ class _Left:
 
     def capped(self, item: Item) -> Slots:
         """A demand never exceeds the pool: growth blocks must not keep out what would fit alone."""
+        if fits(item.demand, self._total):
+            return item.demand
         return tuple(min(need, have) for need, have in zip(item.demand, self._total, strict=True))
 
     def promise(self, item: Item) -> None:
@@ -234,12 +237,15 @@ class _Left:
 
     def holds(self, item: Item, demand: Slots) -> bool:
         """Whether there are slots enough."""
-        free = _minus(self._free, self._promised) if item.phase in NEW else self._free
-        return fits(demand, free)
+        if item.phase not in NEW or not self._promised_rows:
+            return fits(demand, self._free)
+        return fits(demand, _minus(self._free, self._promised))
 
     def fits(self, item: Item, demand: Slots) -> bool:
         """Whether there are slots and rows enough."""
-        rows = self._rows - self._promised_rows if item.phase in NEW else self._rows
+        rows = self._rows
+        if self._promised_rows and item.phase in NEW:
+            rows -= self._promised_rows
         return item.rows <= rows and self.holds(item, demand)
 
     def take(self, item: Item, demand: Slots) -> None:
@@ -255,6 +261,7 @@ def plan_step(rows: Sequence[Row], limits: Limits) -> StepPlan:
     Decoding sequences leave a quarter of the budget to prefills that wait, so that neither starves
     the other when there are more of them than a step can take.
     """
+    rows = sorted(rows, key=_ARRIVAL)
     decoding = [row for row in rows if row.pending == 1]
     prefilling = [row for row in rows if row.pending > 1]
     budget = limits.max_batch_tokens
@@ -263,16 +270,16 @@ def plan_step(rows: Sequence[Row], limits: Limits) -> StepPlan:
     turns = max(1, min(share, places - bool(prefilling)))
     if len(decoding) > turns:
         decoding = sorted(decoding, key=lambda row: (row.last_step, row.arrival))[:turns]
-    taken = [(row, 1) for row in decoding]
+    taken = {row.key: 1 for row in decoding}
     demoted = _demoted(prefilling, limits.demotion)
     if prefilling and places > len(taken):
         others = [row for row in prefilling if row.key not in demoted]
-        oldest = min(others or prefilling, key=_arrival)
-        taken += share_prefill(oldest, prefilling, budget - len(taken), places - len(taken))
-    taken.sort(key=_arrival_of_pair)
+        oldest = (others or prefilling)[0]
+        taken |= share_prefill(oldest, prefilling, budget - len(taken), places - len(taken))
+    keys = [row.key for row in rows]
     return StepPlan(
-        chunks=tuple(Chunk(row.key, tokens) for row, tokens in taken),
-        victims=youngest_first(rows),
+        chunks=tuple(Chunk(key, taken[key]) for key in keys if key in taken),
+        victims=tuple(reversed(keys)),
         demoted=demoted,
     )
 
@@ -283,10 +290,8 @@ def _demoted(rows: Sequence[Row], demotion: Demotion | None) -> tuple[int, ...]:
     return tuple(row.key for row in rows if demotion.applies(row))
 
 
-def share_prefill(
-    oldest: Row, rows: Sequence[Row], budget: int, places: int
-) -> list[tuple[Row, int]]:
-    """``budget`` tokens among at most ``places`` prompts, one of which is ``oldest``.
+def share_prefill(oldest: Row, rows: Sequence[Row], budget: int, places: int) -> dict[int, int]:
+    """Keys and tokens: ``budget`` among at most ``places`` prompts, one of which is ``oldest``.
 
     The larger half is the oldest prompt's; the rest goes to those with the fewest tokens left, and
     what nobody else wants back to the oldest. So the oldest takes at most twice the steps that it
@@ -296,30 +301,16 @@ def share_prefill(
     nearest = sorted((row for row in rows if row is not oldest), key=_nearness)
     first = min(oldest.pending, budget - budget // 2 if nearest and places > 1 else budget)
     left = budget - first
-    taken: list[tuple[Row, int]] = []
+    taken: dict[int, int] = {}
     for row in nearest[: places - 1]:
         if left <= 0:
             break
         tokens = min(row.pending, left)
-        taken.append((row, tokens))
+        taken[row.key] = tokens
         left -= tokens
     first += min(left, oldest.pending - first)
-    return [(oldest, first), *taken] if first else taken
-
-
-def _arrival(row: Row) -> tuple[int, int]:
-    return row.arrival
-
-
-def _arrival_of_pair(pair: tuple[Row, int]) -> tuple[int, int]:
-    return pair[0].arrival
+    return {oldest.key: first, **taken} if first else taken
 
 
 def _nearness(row: Row) -> tuple[int, tuple[int, int]]:
     return (row.pending, row.arrival)
-
-
-def youngest_first(rows: Iterable[Row]) -> tuple[int, ...]:
-    """Keys of ``rows`` in the order in which they are suspended when pages run out."""
-    ordered = sorted(rows, key=lambda row: row.arrival, reverse=True)
-    return tuple(row.key for row in ordered)

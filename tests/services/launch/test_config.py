@@ -146,9 +146,7 @@ def test_demotion_comes_from_the_environment_unless_the_configuration_says_it(
     tmp_path: Path,
 ) -> None:
     tokens, iters = "1024", "3"
-    config = load(
-        PAGEFERRY_CTX_DEMOTE_UNCACHED_TOKENS=tokens, PAGEFERRY_CTX_DEMOTE_MAX_ITERS=iters
-    )
+    config = load(PAGEFERRY_CTX_DEMOTE_UNCACHED_TOKENS=tokens, PAGEFERRY_CTX_DEMOTE_MAX_ITERS=iters)
     assert (config.ctx_demote_uncached_tokens, config.ctx_demote_max_iters) == (1024, 3)
     config = load(
         file=write(tmp_path, "ctx_demote_max_iters: 5"), PAGEFERRY_CTX_DEMOTE_MAX_ITERS=iters

@@ -36,7 +36,7 @@ def test_smaller_ones_pass_until_they_have_as_much_as_the_one_they_passed() -> N
     queue = [item(1, Phase.QUEUED, 7)] + [item(key, Phase.QUEUED, 2) for key in range(2, 9)]
     plan = plan_admission(queue, (6,), ROOMY)
     assert (plan.admit, plan.passed, plan.short_of_slots) == ((2, 3, 4), ((1, 6),), 1)
-    queue[0] = replace(queue[0], passed=6)
+    queue[0] = queue[0]._replace(passed=6)
     assert admitted(queue, 6) == []
     assert admitted(queue, 9) == [1, 2]
 
@@ -47,7 +47,7 @@ def test_no_new_item_passes_one_that_somebody_waits_for() -> None:
 
 
 def test_who_was_promised_room_lands_whatever_new_ones_wait_for() -> None:
-    tired = replace(item(1, Phase.GRANTING, 9), passed=9)
+    tired = item(1, Phase.GRANTING, 9)._replace(passed=9)
     assert admitted([tired, item(2, Phase.LANDING, 4), item(3, Phase.QUEUED, 1)], 6) == [2]
 
 
@@ -126,7 +126,7 @@ def test_a_demoted_prompt_comes_last_until_it_is_starved() -> None:
     rows = [row(1, 60), row(2, 20), row(3, 12)]
     assert chunks(rows, limits) == {2: 8, 3: 8}
     assert plan_step(rows, limits).demoted == (1,)
-    rows[0] = replace(rows[0], demoted=2)
+    rows[0] = rows[0]._replace(demoted=2)
     assert chunks(rows, limits) == {1: 8, 3: 8}
     assert plan_step(rows, limits).demoted == ()
     assert plan_step([row(1, 60)], limits).demoted == ()
