@@ -131,18 +131,24 @@ class PageBoard:
             sequence = self.desk.sequences[chunk.key]
             if sequence.state is not SequenceState.RUNNING:
                 continue
-            if self._grow(sequence, chunk.tokens, victims):
+            if self._has_pages(sequence, chunk.tokens) or self._grow(
+                sequence, chunk.tokens, victims
+            ):
                 batch.append((sequence, chunk.tokens))
+        if len(victims) == len(plan.victims):
+            return batch  # nobody was suspended for another
         return [pair for pair in batch if pair[0].state is SequenceState.RUNNING]
+
+    def _has_pages(self, sequence: Sequence, tokens: int) -> bool:
+        cache = sequence.cache
+        return cache is not None and cache.history + tokens <= cache.capacity
 
     def _grow(self, sequence: Sequence, tokens: int, victims: list[int]) -> bool:
         """Pages for the next ``tokens`` tokens, if need be those of younger sequences."""
         assert sequence.cache is not None
-        end = sequence.cache.history + tokens
-        if end <= sequence.cache.capacity:
-            return True
         # Whole blocks, so that the manager is asked once a block and not once a token.
-        capacity = self.desk.demand.blocks(end) * self.desk.demand.tokens_per_block
+        block = self.desk.demand.tokens_per_block
+        capacity = self.desk.demand.blocks(sequence.cache.history + tokens) * block
         while not sequence.cache.grow(capacity):
             while victims and self._gone(victims[0]):
                 victims.pop(0)

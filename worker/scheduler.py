@@ -264,8 +264,12 @@ def plan_step(rows: Sequence[Row], limits: Limits) -> StepPlan:
     rows = sorted(rows, key=_ARRIVAL)
     decoding = [row for row in rows if row.pending == 1]
     prefilling = [row for row in rows if row.pending > 1]
+    keys = [row.key for row in rows]
+    victims = tuple(reversed(keys))
     budget = limits.max_batch_tokens
     places = limits.max_running
+    if len(decoding) == len(rows) <= min(budget, places):
+        return StepPlan(tuple([Chunk(key, 1) for key in keys]), victims)
     share = budget - budget // 4 if prefilling else budget
     turns = max(1, min(share, places - bool(prefilling)))
     if len(decoding) > turns:
@@ -276,10 +280,9 @@ def plan_step(rows: Sequence[Row], limits: Limits) -> StepPlan:
         others = [row for row in prefilling if row.key not in demoted]
         oldest = (others or prefilling)[0]
         taken |= share_prefill(oldest, prefilling, budget - len(taken), places - len(taken))
-    keys = [row.key for row in rows]
     return StepPlan(
         chunks=tuple(Chunk(key, taken[key]) for key in keys if key in taken),
-        victims=tuple(reversed(keys)),
+        victims=victims,
         demoted=demoted,
     )
 
