@@ -128,6 +128,15 @@ class UnifiedKVCacheManager:
         count_match(store, root, prompt, match, max_match)
         return SequenceCache.matched(store, prompt, match, priorities)
 
+    @property
+    def has_announced(self) -> bool:
+        """Whether any sequence has announced blocks that it has not committed yet."""
+        return bool(self._store.in_flight)
+
+    def is_announced(self, key: bytes) -> bool:
+        """Whether a sequence has announced the block with this key and not committed it yet."""
+        return key in self._store.in_flight
+
     def count_prefix_wait(self) -> None:
         """A request waits for blocks that another one is computing."""
         self._store.counters.prefix_waits += 1

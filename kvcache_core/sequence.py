@@ -146,6 +146,11 @@ class SequenceCache(PageUser):
         self._announced = prompt.keys(prompt.blocks)[first : prompt.blocks]
         self._store.in_flight.update(self._announced)
 
+    def announce_opened(self) -> None:
+        """:meth:`announce` for what the sequence was opened with, while it is a part of that."""
+        if self._prompt is not None:
+            self.announce(self._prompt)
+
     def advance(self, history: int) -> None:
         """KV is final up to ``history``; windowed groups drop blocks that are stale and committed.
 

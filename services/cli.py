@@ -140,6 +140,18 @@ BatchOption = Annotated[
 RunningOption = Annotated[
     int | None, typer.Option(help="Sequences of one step (default: 64).", rich_help_panel=CAPACITY)
 ]
+DemotionOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Prompts that lack more tokens than this let others go first for a while "
+        "(default: none does).",
+        rich_help_panel=CAPACITY,
+    ),
+]
+DemotionStepsOption = Annotated[
+    int | None,
+    typer.Option(help="Steps for which they do (default: 8).", rich_help_panel=CAPACITY),
+]
 TransportOption = Annotated[
     str | None,
     typer.Option(
@@ -213,6 +225,8 @@ def serve(  # noqa: PLR0913  one parameter an option is how typer works
     max_sequence_tokens: SequenceOption = None,
     max_batch_tokens: BatchOption = None,
     max_running: RunningOption = None,
+    ctx_demote_uncached_tokens: DemotionOption = None,
+    ctx_demote_max_iters: DemotionStepsOption = None,
     require_transport: TransportOption = None,
     load_rule: LoadRuleOption = None,
     new_conversation_follow: FollowOption = None,

@@ -26,7 +26,7 @@ from pydantic import (
 )
 
 from router.rules import LoadRule, NewConversationFollow
-from services.environment import Environment
+from services.environment import DEMOTION_VARIABLES, Environment
 from services.errors import ConfigError
 from services.units import parse_bytes, parse_duration_ms
 from worker.config import ElementType
@@ -99,6 +99,11 @@ class ServeConfig(BaseModel):
     max_sequence_tokens: AutoInt = Field(default=None, ge=1)
     max_batch_tokens: int = Field(default=512, ge=1)
     max_running: int = Field(default=64, ge=1)
+    ctx_demote_uncached_tokens: int | None = Field(default=None, ge=1)
+    """Prompts that lack more tokens than this let others go first for a while; None: none does.
+    The environment may say both (PAGEFERRY_CTX_DEMOTE_*)."""
+    ctx_demote_max_iters: int = Field(default=8, ge=1)
+    """Steps for which they do."""
     require_transport: str | None = None
     load_rule: LoadRule = LoadRule.ESTIMATED
     new_conversation_follow: NewConversationFollow = NewConversationFollow.SPECIFIC
@@ -169,6 +174,9 @@ def load_config(
     values: dict[str, Any] = {}
     if environment.cluster_token is not None:
         values["cluster_token"] = environment.cluster_token
+    for name, key in DEMOTION_VARIABLES.items():
+        if name in environment.forwarded:
+            values[key] = environment.forwarded[name]
     if file is not None:
         values.update(read_config_file(file))
     # A mode chosen by flags replaces the file's mode as a whole.

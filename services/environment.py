@@ -20,11 +20,15 @@ PREFIX: Final = "PAGEFERRY_"
 CLUSTER_TOKEN: Final = "PAGEFERRY_CLUSTER_TOKEN"
 ROLE: Final = "PAGEFERRY_ROLE"
 """Set for every worker by the launcher, replacing any inherited value."""
+DEMOTION_VARIABLES: Final = {
+    "PAGEFERRY_CTX_DEMOTE_UNCACHED_TOKENS": "ctx_demote_uncached_tokens",
+    "PAGEFERRY_CTX_DEMOTE_MAX_ITERS": "ctx_demote_max_iters",
+}
+"""Settings of the scheduler, with the keys of the configuration that win over them."""
 FORWARDED: Final = (
     "PAGEFERRY_SHARED_DRAFT_KV",
     "PAGEFERRY_DRAFT_KV_TOKENS_PER_BLOCK",
-    "PAGEFERRY_CTX_DEMOTE_UNCACHED_TOKENS",
-    "PAGEFERRY_CTX_DEMOTE_MAX_ITERS",
+    *DEMOTION_VARIABLES,
     "PAGEFERRY_COORDINATOR_RESERVATION_TIMEOUT",
 )
 """Settings of workers and coordinators; handed on as they are, also to workers on other

@@ -47,6 +47,12 @@ class WorkerConfig(BaseModel):
     """Token budget of one step; longer prompts are prefilled in chunks of this size."""
     max_running: int = Field(default=64, ge=1)
     """Sequences in one step at most."""
+    ctx_demote_uncached_tokens: int | None = Field(default=None, ge=1)
+    """Prompts that lack more tokens than this give up the privilege of the oldest for a while;
+    None: none does.
+    """
+    ctx_demote_max_iters: int = Field(default=8, ge=1)
+    """Steps after which a demoted prompt has it again."""
     torch_threads: int = Field(default=1, ge=1)
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Ranks of the instance, on one host. Each has a part of every layer."""

@@ -29,6 +29,7 @@ from worker.prefixes import PullLimits
 from worker.rank_meeting import RankMeeting
 from worker.ranks import RankManager
 from worker.recording import Follower, LeaderManager
+from worker.scheduler import Demotion
 
 WARM_UP_TOKENS = 16
 
@@ -154,6 +155,9 @@ def make_engine(
             pulls=PullLimits(
                 least_tokens=config.least_pull_tokens, timeout_ms=config.pull_timeout_ms
             ),
+            demotion=None
+            if config.ctx_demote_uncached_tokens is None
+            else Demotion(config.ctx_demote_uncached_tokens, config.ctx_demote_max_iters),
         ),
     )
 

@@ -19,6 +19,8 @@ class PageDemand:
         self.tokens_per_block = plan.tokens_per_block
         self._full = [0] * self._pool_groups
         self._states = [0] * self._pool_groups
+        self._peaks: dict[int, Slots] = {}
+        """By blocks: asked for every running sequence of every step."""
         self._windows: list[tuple[int, int]] = []
         for group in plan.layer_groups:
             if group.life_cycle.is_state:
@@ -36,6 +38,12 @@ class PageDemand:
     def peak(self, tokens: int) -> Slots:
         """Most slots a sequence holds at once while it is computed up to ``tokens`` tokens."""
         blocks = self.blocks(tokens)
+        known = self._peaks.get(blocks)
+        if known is None:
+            known = self._peaks[blocks] = self._peak(blocks)
+        return known
+
+    def _peak(self, blocks: int) -> Slots:
         slots = [
             full * blocks + states for full, states in zip(self._full, self._states, strict=True)
         ]

@@ -191,14 +191,11 @@ class Desk:
 
     def draws(self, sequence: Sequence) -> tuple[Draw, ...]:
         """What to draw from the logits of the sequence's last token, one draw a choice."""
-        leg = sequence.leg
-        index = sequence.output_count
-        stop = leg.stop
+        leg, length = sequence.leg, len(sequence.tokens)
+        prompt, sampling, stop = leg.prompt, leg.sampling, leg.stop
+        index = length - len(prompt)
         banned = stop.stop_token_ids if index < stop.min_tokens else ()
-        output: npt.NDArray[np.int32] = sequence.tokens.span(
-            leg.prompt_tokens, len(sequence.tokens)
-        )
+        output: npt.NDArray[np.int32] = sequence.tokens.span(len(prompt), length)
         return tuple(
-            Draw(leg.sampling, choice, index, leg.prompt, output, banned)
-            for choice in sequence.choices
+            [Draw(sampling, choice, index, prompt, output, banned) for choice in sequence.choices]
         )

@@ -43,8 +43,10 @@ from worker.ports import (
     SliceResult,
     Transfers,
 )
+from worker.prefix_waits import PrefixWaits
 from worker.prefixes import PullLimits
 from worker.requests import Sequence
+from worker.scheduler import Demotion
 from worker.served_pulls import ServedPulls
 from worker.survey import Survey
 
@@ -64,6 +66,8 @@ class EngineLimits:
     quarantine_limit_blocks: int
     quarantine_grace_ms: int
     pulls: PullLimits
+    demotion: Demotion | None = None
+    """None: the oldest prompt keeps its half of the prefill budget however long it is."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -103,9 +107,10 @@ class Engine:
             self._desk,
             context,
             generation,
-            Survey(self._desk),
+            Survey(self._desk, PrefixWaits(self._desk, limits.max_batch_tokens)),
             limits.max_batch_tokens,
             limits.max_running,
+            limits.demotion,
         )
         self._roles = {"context": context, "generation": generation}
         self._stopped: str | None = None
@@ -161,10 +166,11 @@ class Engine:
             self._desk.end(leg, Ending("failed", "worker_failed", reason, retryable=True))
 
     def _advance(self) -> bool:
+        legs = len(self._desk.legs)
         moved = self._board.admit()
         batch = self._board.step()
         if not batch:
-            return moved
+            return moved or len(self._desk.legs) < legs  # one that ended left pages to others
         self._desk.counters.steps += 1
         slices = [part for _, part in batch]
         self._parts.manager.run_step(self._desk.counters.steps, slices)

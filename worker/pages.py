@@ -16,7 +16,9 @@ from worker.ports import Slice
 from worker.requests import LegRecord, Sequence, SequenceState
 from worker.role import Role
 from worker.scheduler import (
+    PROMISES,
     Admission,
+    Demotion,
     Item,
     Limits,
     StepPlan,
@@ -36,11 +38,14 @@ class PageBoard:
     survey: Survey
     max_batch_tokens: int
     max_running: int
+    demotion: Demotion | None
 
     def admit(self) -> bool:
         """Give pages, and promises of pages, to whoever is next. True when somebody got
         something.
         """
+        if self.survey.running_rows() >= self.max_running:
+            return False  # everybody needs a row
         items = self.survey.items()
         if not items:
             return False
@@ -48,19 +53,23 @@ class PageBoard:
         if plan.short_of_slots is not None:
             shared = self.survey.share(items, plan.short_of_slots)
             plan = plan if shared is None else self._plan(shared)
+        if plan.is_empty:
+            return self._end_if_stuck(plan)
         legs = {leg.arrival: leg for leg in self.desk.legs if leg.state in LEG_PHASES}
-        return self._carry_out(plan, legs)
+        return self._carry_out(plan, legs) or self._end_if_stuck(plan)
 
     def _carry_out(self, plan: Admission, legs: dict[int, LegRecord]) -> bool:
         sequences = self.desk.sequences
         moved = False
+        for key, slots in plan.passed:
+            waiting = sequences[key] if key > 0 else legs[-key]
+            waiting.passed_slots += slots
         for key in plan.resume:
             self._resume(sequences[key])  # counts as progress once it computes something
         for key in plan.land:
             moved |= self._role(legs[-key]).land(legs[-key])
         for key in plan.admit:
-            self._open(sequences[key])
-            moved = True
+            moved |= self._open(sequences[key])
         for key in plan.grant:
             self.generation.grant(legs[-key])
             moved = True
@@ -70,17 +79,22 @@ class PageBoard:
         return plan_admission(items, self.desk.manager.available_slots(), self._limits())
 
     def _limits(self) -> Limits:
-        return Limits(self.max_batch_tokens, self.max_running, self.desk.manager.total_slots())
+        total = self.desk.manager.total_slots()
+        return Limits(self.max_batch_tokens, self.max_running, total, self.demotion)
 
-    def _open(self, sequence: Sequence) -> None:
-        """Match the prefix tree. The logits of the last token are needed, so that one is always
-        computed.
+    def _open(self, sequence: Sequence) -> bool:
+        """Match the prefix tree, unless another sequence computes more of it just now. The logits
+        of the last token are needed, so that one is always computed.
         """
+        if self.survey.waits.begin(sequence):
+            return False
         tokens = sequence.tokens.span(0, len(sequence.tokens))
         cache = self.desk.manager.open(sequence.leg.scope, tokens, max_match=len(tokens) - 1)
+        cache.announce()
         sequence.cache = cache
         sequence.enter(SequenceState.RUNNING)
         self._role(sequence.leg).opened(sequence)
+        return True
 
     def _resume(self, sequence: Sequence) -> None:
         assert sequence.cache is not None
@@ -103,6 +117,8 @@ class PageBoard:
         if not rows:
             return []
         plan = plan_step(rows, self._limits())
+        for key in plan.demoted:
+            self.desk.sequences[key].demoted_steps += 1
         batch = self._allocate(plan)
         if not batch:
             self._check_progress(plan)
@@ -115,17 +131,25 @@ class PageBoard:
             sequence = self.desk.sequences[chunk.key]
             if sequence.state is not SequenceState.RUNNING:
                 continue
-            if self._grow(sequence, chunk.tokens, victims):
+            if self._has_pages(sequence, chunk.tokens) or self._grow(
+                sequence, chunk.tokens, victims
+            ):
                 batch.append((sequence, chunk.tokens))
+        if len(victims) == len(plan.victims):
+            return batch  # nobody was suspended for another
         return [pair for pair in batch if pair[0].state is SequenceState.RUNNING]
+
+    def _has_pages(self, sequence: Sequence, tokens: int) -> bool:
+        cache = sequence.cache
+        return cache is not None and cache.history + tokens <= cache.capacity
 
     def _grow(self, sequence: Sequence, tokens: int, victims: list[int]) -> bool:
         """Pages for the next ``tokens`` tokens, if need be those of younger sequences."""
         assert sequence.cache is not None
         # Whole blocks, so that the manager is asked once a block and not once a token.
         block = self.desk.demand.tokens_per_block
-        capacity = self.desk.demand.blocks(sequence.computed + tokens) * block
-        while not (capacity <= sequence.cache.capacity or sequence.cache.grow(capacity)):
+        capacity = self.desk.demand.blocks(sequence.cache.history + tokens) * block
+        while not sequence.cache.grow(capacity):
             while victims and self._gone(victims[0]):
                 victims.pop(0)
             if not victims:
@@ -153,26 +177,52 @@ class PageBoard:
         """Pages that nobody will give back cannot be waited for: end the request that needs
         them.
         """
-        waiting = self.desk.leases.outstanding or any(
-            leg.state in RECEIVING for leg in self.desk.legs
-        )
-        if waiting:
-            return
         for chunk in plan.chunks:
             sequence = self.desk.sequences.get(chunk.key)
-            if sequence is not None and self._alone(sequence):
-                message = "the pages of this worker cannot hold the sequence even alone"
-                ending = Ending("failed", "out_of_pages", message, retryable=True)
-                self.desk.end(sequence.leg, ending)
+            if sequence is not None and self._alone(sequence) and not self._pages_may_come():
+                self._give_up(sequence)
+
+    def _end_if_stuck(self, plan: Admission) -> bool:
+        """Nobody computes and nothing comes home, but the oldest sequence finds no pages: end its
+        request.
+        """
+        key = plan.resume[0] if plan.resume else plan.short_of_slots
+        sequence = None if key is None else self.desk.sequences.get(key)
+        if sequence is None or self.survey.running_rows() or self._pages_may_come():
+            return False
+        if any(LEG_PHASES.get(leg.state) in PROMISES for leg in self.desk.legs):
+            return False  # its room may be promised, and the peer will call for it
+        self._give_up(sequence)
+        return True
+
+    def _pages_may_come(self) -> bool:
+        """Whether a transfer holds pages."""
+        return bool(self.desk.leases.outstanding) or any(
+            leg.state in RECEIVING for leg in self.desk.legs
+        )
+
+    def _give_up(self, sequence: Sequence) -> None:
+        ending = Ending("failed", "out_of_pages", self._explain(sequence), retryable=True)
+        self.desk.end(sequence.leg, ending)
+
+    def _explain(self, sequence: Sequence) -> str:
+        manager, demand = self.desk.manager, self.desk.demand
+        tokens = len(sequence.tokens) + demand.tokens_per_block
+        states = [other.state for other in self.desk.sequences.values()]
+        return (
+            f"the pages of this worker cannot hold the sequence even alone: {tokens} tokens, a "
+            f"block to grow into among them, take {demand.peak(tokens)} slots by pool group, "
+            f"{manager.available_slots()} of {manager.total_slots()} can be had, "
+            f"{self.desk.leases.quarantined_blocks} blocks are in quarantine; "
+            f"{states.count(SequenceState.SUSPENDED)} sequences are suspended and "
+            f"{states.count(SequenceState.QUEUED)} queued; send it to a worker with more free "
+            "blocks, or give this one more memory"
+        )
 
     def _slice(self, sequence: Sequence, tokens: int) -> Slice:
-        assert sequence.cache is not None
-        start = sequence.computed
+        cache, known = sequence.cache, sequence.tokens
+        assert cache is not None
+        start = cache.history
         end = start + tokens
-        return Slice(
-            sequence=sequence.cache.name,
-            tokens=sequence.tokens.span(start, end),
-            start=start,
-            block_tables=sequence.cache.block_tables(),
-            draws=self.desk.draws(sequence) if end == len(sequence.tokens) else (),
-        )
+        draws = self.desk.draws(sequence) if end == len(known) else ()
+        return Slice(cache.name, known.span(start, end), start, cache.block_tables(), draws)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +76,9 @@ class CacheSequence(Protocol):
 
     def close(self) -> None: ...
 
+    def announce(self) -> None:
+        """Others may wait for the full blocks that it computes of what it was opened with."""
+
     def block_tables(self) -> tuple[npt.NDArray[np.int32], ...]: ...
 
     def lease(self, first_block: int, end_block: int) -> TransferLease: ...
@@ -102,6 +105,15 @@ class CacheTotals:
     """Brought back from host memory."""
 
 
+@dataclass(frozen=True, slots=True)
+class AwaitedPrefix:
+    """Blocks that a running sequence computes now, right after those that are known."""
+
+    key: bytes
+    """Of the last of them."""
+    tokens: int
+
+
 class CacheManager(Protocol):
     """The pages of this worker."""
 
@@ -111,6 +123,14 @@ class CacheManager(Protocol):
     def open(
         self, scope: bytes, tokens: npt.NDArray[np.int32], *, max_match: int
     ) -> CacheSequence: ...
+
+    def awaited_prefix(self, scope: bytes, tokens: npt.NDArray[np.int32]) -> AwaitedPrefix | None:
+        """What of ``tokens`` is worth waiting for, because another sequence computes it; counted
+        as a wait.
+        """
+
+    def is_announced(self, key: bytes) -> bool:
+        """Whether a running sequence still computes the block with this key."""
 
     def release(self, lease: TransferLease) -> None: ...
 
@@ -204,8 +224,7 @@ class OnlyRank(Agreement):
         return () if isinstance(item, RankReported) else (item,)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """One token to draw from a slice's logits."""
 
     params: SamplingParams
@@ -217,8 +236,7 @@ class Draw:
     """Tokens that may not be drawn."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """Tokens ``[start, start + len(tokens))`` of one sequence, to be computed in this step."""
 
     sequence: int
@@ -230,8 +248,7 @@ class Slice:
     """Drawn from the logits of its last token; empty for a chunk before the end."""
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(NamedTuple):
     """One drawn token."""
 
     token: int

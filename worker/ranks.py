@@ -19,7 +19,7 @@ from kvcache_core.manager import UnifiedKVCacheManager
 from kvcache_core.sequence import SequenceCache
 from transfer.lease import TransferLease
 from worker.oplog import BlockTables
-from worker.ports import BlockCounts, CacheManager, CacheSequence, CacheTotals, Slice
+from worker.ports import AwaitedPrefix, BlockCounts, CacheManager, CacheSequence, CacheTotals, Slice
 
 
 class RankSequence(CacheSequence):
@@ -104,8 +104,13 @@ class RankSequence(CacheSequence):
         self._cache.close()
 
     @override
+    def announce(self) -> None:
+        self._cache.announce_opened()
+
+    @override
     def block_tables(self) -> BlockTables:
-        return tuple(self._cache.block_table(group) for group in self._groups)
+        table = self._cache.block_table
+        return tuple([table(group) for group in self._groups])
 
     @override
     def lease(self, first_block: int, end_block: int) -> PageLease:
@@ -134,6 +139,24 @@ class RankManager(CacheManager):
     def open(self, scope: bytes, tokens: npt.NDArray[np.int32], *, max_match: int) -> RankSequence:
         cache = self._manager.open(scope, tokens, max_match=max_match)
         return RankSequence(self.mint(), cache, self._groups, self.mint)
+
+    @override
+    def awaited_prefix(self, scope: bytes, tokens: npt.NDArray[np.int32]) -> AwaitedPrefix | None:
+        manager = self._manager
+        if not manager.has_announced:
+            return None
+        prompt = manager.prompt(scope, tokens)
+        reuse = manager.look(prompt)
+        if not reuse.in_flight_tokens or reuse.reusable_tokens < reuse.known_tokens:
+            return None  # what is missing before them would have to be computed all the same
+        size = manager.plan.tokens_per_block
+        end = reuse.known_tokens // size + reuse.in_flight_tokens // size
+        manager.count_prefix_wait()
+        return AwaitedPrefix(prompt.keys(end)[end - 1], reuse.in_flight_tokens)
+
+    @override
+    def is_announced(self, key: bytes) -> bool:
+        return self._manager.is_announced(key)
 
     @override
     def release(self, lease: TransferLease) -> None:

@@ -154,6 +154,8 @@ class LegRecord:
     """Pages that a peer writes, before they belong to a sequence or the prefix tree."""
     saving: tuple[int, ...] = ()
     """Slots per pool group that its grant counted on sharing with others."""
+    passed_slots: int = 0
+    """Slots that younger items got while it waited for a promise of room."""
     shipped_blocks: int = 0
     started: bool = False
     cached_tokens: int = 0
@@ -207,6 +209,18 @@ class Sequence:
     holds_back: list[Sequence] = field(default_factory=list)
     """Held sequences that start once this one has computed the prompt or is gone."""
     last_step: int = 0
+    passed_slots: int = 0
+    """Slots that younger items got while it was queued."""
+    demoted_steps: int = 0
+    """Steps in which its prompt gave up the privilege of the oldest."""
+    owed: tuple[int, ...] = ()
+    """Slots per pool group that it still has to get, as of ``owed_at``."""
+    owed_at: tuple[int, int, int] | None = None
+    """Its blocks, capacity and choices then."""
+    awaited_key: bytes | None = None
+    """Key of the last block that it waits for, computed by another sequence."""
+    wait_until_step: int | None = None
+    """Number of the step at which it waits no longer, set by its first wait."""
 
     def enter(self, state: SequenceState) -> None:
         """Change state. Raises InvalidTransition for a pair outside the table."""

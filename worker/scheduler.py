@@ -1,20 +1,27 @@
 """What runs next, as pure functions of values: admission by pages, then the chunks of one step.
 
-Order of everything is first come, first served by arrival. Nothing overtakes an older item that
-does not fit, so nothing starves; nothing is admitted whose known tokens plus one growth block could
-not be held beside what was admitted before it, so running sequences are suspended only for pages
-that are written in the very next step. No clock, no IO, no manager: the engine turns its state into
-these values and carries the plan out.
+Pages are given in order of arrival. A new item that does not fit lets younger ones pass until they
+have taken as many slots as it wants itself, and no more, so nothing starves. Nothing is admitted
+whose known tokens plus one growth block could not be held beside what was admitted before it, so
+running sequences are suspended only for pages that are written in the very next step. Of a step's
+prefill budget one half is the oldest prompt's, the other goes to those nearest to their first
+token. No clock, no IO, no manager: the engine turns its state into these values and carries the
+plan out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from operator import attrgetter, le
+from typing import Final, NamedTuple
 
 Slots = tuple[int, ...]
 """Slots per pool group."""
+
+_ARRIVAL: Final = attrgetter("arrival")
 
 
 class Phase(Enum):
@@ -26,8 +33,10 @@ class Phase(Enum):
     """Gave its pages up; wants them back."""
     QUEUED = "queued"
     """A prompt to prefill here that has no pages yet."""
+    FETCHING = "fetching"
+    """A prefix to be fetched from another instance that has no pages yet."""
     LANDING = "landing"
-    """An announced transfer that has no pages yet."""
+    """An announced transfer that was promised room and has no pages yet."""
     GRANTING = "granting"
     """A transfer that was not promised room yet."""
     PROMISED = "promised"
@@ -36,8 +45,15 @@ class Phase(Enum):
     """A transfer whose pages are allocated and being written."""
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+HOLDERS: Final = frozenset({Phase.RUNNING, Phase.RECEIVING})
+"""They have their pages."""
+PROMISES: Final = frozenset({Phase.PROMISED, Phase.LANDING})
+"""Their room is promised to a peer, whose own pages may wait for theirs."""
+NEW: Final = frozenset({Phase.QUEUED, Phase.GRANTING, Phase.FETCHING})
+"""They hold nothing and nobody counts on them yet: younger ones may pass."""
+
+
+class Item(NamedTuple):
     """One sequence, or one transfer that becomes ``rows`` sequences."""
 
     key: int
@@ -47,10 +63,11 @@ class Item:
     demand: Slots
     """Slots it still has to get for all known tokens and one growth block a sequence."""
     rows: int = 1
+    passed: int = 0
+    """Slots of all pool groups that younger items got while it was kept waiting."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One running sequence that has something to compute."""
 
     key: int
@@ -59,6 +76,24 @@ class Row:
     """Known tokens whose KV is not computed; 1 while decoding."""
     last_step: int
     """Number of the step it last ran in: ties for the budget go to whoever waited longest."""
+    demoted: int = 0
+    """Steps in which it was demoted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demotion:
+    """Prompts that lack more than ``uncached_tokens`` give up the privilege of the oldest for
+    ``max_iters`` steps; then they are starved and have it like any other.
+    """
+
+    uncached_tokens: int
+    max_iters: int
+
+    def applies(self, row: Row) -> bool:
+        """Whether ``row`` is demoted in this step. Its pending tokens are exact: it holds all that
+        the cache had.
+        """
+        return row.pending > self.uncached_tokens and row.demoted < self.max_iters
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +104,7 @@ class Limits:
     max_running: int
     total: Slots
     """All slots but quarantined ones."""
+    demotion: Demotion | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +118,17 @@ class Admission:
     admit: tuple[int, ...]
     grant: tuple[int, ...]
     short_of_slots: int | None = None
-    """The item that slots were too few for, if that is what ended the plan."""
+    """The oldest item that slots were too few for, if any."""
+    passed: tuple[tuple[int, int], ...] = ()
+    """Items that younger ones passed in this plan, each with the slots that those got."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody gets anything."""
+        return not (self.resume or self.land or self.admit or self.grant)
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Compute the next ``tokens`` pending tokens of a sequence."""
 
     key: int
@@ -101,56 +143,115 @@ class StepPlan:
 
     chunks: tuple[Chunk, ...]
     victims: tuple[int, ...]
+    demoted: tuple[int, ...] = ()
+    """Rows that were demoted in this step."""
 
 
 def fits(demand: Slots, free: Slots) -> bool:
     """Whether every pool group has enough."""
-    return all(need <= have for need, have in zip(demand, free, strict=True))
+    return all(map(le, demand, free))
 
 
 def _minus(left: Slots, right: Slots) -> Slots:
     return tuple(a - b for a, b in zip(left, right, strict=True))
 
 
-def _capped(demand: Slots, total: Slots) -> Slots:
-    """A demand never exceeds the pool: growth blocks must not keep out what would fit alone."""
-    return tuple(min(need, have) for need, have in zip(demand, total, strict=True))
+def _plus(left: Slots, right: Slots) -> Slots:
+    return tuple(a + b for a, b in zip(left, right, strict=True))
 
 
 def plan_admission(items: Sequence[Item], available: Slots, limits: Limits) -> Admission:
     """Who gets pages, or a promise of pages, now.
 
     ``available`` counts free and evictable slots. What running and receiving items will still need
-    is set aside first; then the others are served in order of arrival until one does not fit.
-    Promises count as taken for items younger than their holder only, so that an old suspended
-    sequence is not kept out by a young promise.
+    is set aside first; then the others are served in order of arrival. New items leave alone what
+    was promised, to younger ones too: peers hold pages until a promise is kept. Suspended ones do
+    not, so that an old one is not kept out by a young promise.
     """
-    free = available
-    rows = limits.max_running
+    left = _Left(available, limits)
+    entrants: list[Item] = []
     for item in items:
-        if item.phase in (Phase.RUNNING, Phase.RECEIVING):
-            free = _minus(free, item.demand)
-            rows -= item.rows
+        if item.phase in HOLDERS:
+            left.take(item, item.demand)
+        else:
+            entrants.append(item)
+            if item.phase in PROMISES:
+                left.promise(item)
+    entrants.sort(key=_ARRIVAL)
     short: int | None = None
+    waiting: list[tuple[Item, int]] = []  # with the slots that were given before it
+    given, patience = 0, sys.maxsize  # new items get no more than ``patience`` slots
     chosen: dict[Phase, list[int]] = {phase: [] for phase in Phase}
-    entrants = (item for item in items if item.phase not in (Phase.RUNNING, Phase.RECEIVING))
-    for item in sorted(entrants, key=lambda entrant: entrant.arrival):
-        demand = _capped(item.demand, limits.total)
-        if item.rows > rows:
-            break
-        if not fits(demand, free):
+    for item in entrants:
+        demand = left.capped(item)
+        new = item.phase in NEW
+        cost = sum(demand) if new else 0
+        if item.phase in PROMISES:
+            left.keep_promise(item)
+        if given + cost <= patience and left.fits(item, demand):
+            left.take(item, demand)
+            given += cost
+            chosen[item.phase].append(item.key)
+            continue
+        if short is None and not left.holds(item, demand):
             short = item.key
+        if not new:
             break
-        free = _minus(free, demand)
-        rows -= item.rows
-        chosen[item.phase].append(item.key)
+        waiting.append((item, given))
+        patience = min(patience, given + max(0, cost - item.passed))
     return Admission(
         resume=tuple(chosen[Phase.SUSPENDED]),
-        land=tuple(chosen[Phase.LANDING]),
+        land=tuple(chosen[Phase.LANDING] + chosen[Phase.FETCHING]),
         admit=tuple(chosen[Phase.QUEUED]),
         grant=tuple(chosen[Phase.GRANTING]),
         short_of_slots=short,
+        passed=tuple((item.key, given - before) for item, before in waiting if given > before),
     )
+
+
+class _Left:
+    """Slots and rows that are left while one plan is made."""
+
+    def __init__(self, free: Slots, limits: Limits) -> None:
+        self._free = free
+        self._total = limits.total
+        self._rows = limits.max_running
+        self._promised: Slots = (0,) * len(free)
+        self._promised_rows = 0
+
+    def capped(self, item: Item) -> Slots:
+        """A demand never exceeds the pool: growth blocks must not keep out what would fit alone."""
+        if fits(item.demand, self._total):
+            return item.demand
+        return tuple(min(need, have) for need, have in zip(item.demand, self._total, strict=True))
+
+    def promise(self, item: Item) -> None:
+        """Set aside from new items."""
+        self._promised = _plus(self._promised, self.capped(item))
+        self._promised_rows += item.rows
+
+    def keep_promise(self, item: Item) -> None:
+        """Its turn has come."""
+        self._promised = _minus(self._promised, self.capped(item))
+        self._promised_rows -= item.rows
+
+    def holds(self, item: Item, demand: Slots) -> bool:
+        """Whether there are slots enough."""
+        if item.phase not in NEW or not self._promised_rows:
+            return fits(demand, self._free)
+        return fits(demand, _minus(self._free, self._promised))
+
+    def fits(self, item: Item, demand: Slots) -> bool:
+        """Whether there are slots and rows enough."""
+        rows = self._rows
+        if self._promised_rows and item.phase in NEW:
+            rows -= self._promised_rows
+        return item.rows <= rows and self.holds(item, demand)
+
+    def take(self, item: Item, demand: Slots) -> None:
+        """Slots and a place in the steps."""
+        self._free = _minus(self._free, demand)
+        self._rows -= item.rows
 
 
 def plan_step(rows: Sequence[Row], limits: Limits) -> StepPlan:
@@ -160,34 +261,59 @@ def plan_step(rows: Sequence[Row], limits: Limits) -> StepPlan:
     Decoding sequences leave a quarter of the budget to prefills that wait, so that neither starves
     the other when there are more of them than a step can take.
     """
-    decoding = sorted(_decoding(rows), key=lambda row: (row.last_step, row.arrival))
-    prefilling = sorted((row for row in rows if row.pending > 1), key=lambda row: row.arrival)
+    rows = sorted(rows, key=_ARRIVAL)
+    decoding = [row for row in rows if row.pending == 1]
+    prefilling = [row for row in rows if row.pending > 1]
+    keys = [row.key for row in rows]
+    victims = tuple(reversed(keys))
     budget = limits.max_batch_tokens
     places = limits.max_running
+    if len(decoding) == len(rows) <= min(budget, places):
+        return StepPlan(tuple([Chunk(key, 1) for key in keys]), victims)
     share = budget - budget // 4 if prefilling else budget
-    taken: list[tuple[Row, int]] = [
-        (row, 1) for row in decoding[: max(1, min(share, places - bool(prefilling)))]
-    ]
-    budget -= len(taken)
-    places -= len(taken)
-    for row in prefilling[: max(places, 0)]:
-        if budget <= 0:
-            break
-        tokens = min(row.pending, budget)
-        taken.append((row, tokens))
-        budget -= tokens
-    taken.sort(key=lambda pair: pair[0].arrival)
+    turns = max(1, min(share, places - bool(prefilling)))
+    if len(decoding) > turns:
+        decoding = sorted(decoding, key=lambda row: (row.last_step, row.arrival))[:turns]
+    taken = {row.key: 1 for row in decoding}
+    demoted = _demoted(prefilling, limits.demotion)
+    if prefilling and places > len(taken):
+        others = [row for row in prefilling if row.key not in demoted]
+        oldest = (others or prefilling)[0]
+        taken |= share_prefill(oldest, prefilling, budget - len(taken), places - len(taken))
     return StepPlan(
-        chunks=tuple(Chunk(row.key, tokens) for row, tokens in taken),
-        victims=youngest_first(rows),
+        chunks=tuple(Chunk(key, taken[key]) for key in keys if key in taken),
+        victims=victims,
+        demoted=demoted,
     )
 
 
-def youngest_first(rows: Iterable[Row]) -> tuple[int, ...]:
-    """Keys of ``rows`` in the order in which they are suspended when pages run out."""
-    ordered = sorted(rows, key=lambda row: row.arrival, reverse=True)
-    return tuple(row.key for row in ordered)
+def _demoted(rows: Sequence[Row], demotion: Demotion | None) -> tuple[int, ...]:
+    if demotion is None or len(rows) < 2:
+        return ()
+    return tuple(row.key for row in rows if demotion.applies(row))
 
 
-def _decoding(rows: Iterable[Row]) -> list[Row]:
-    return [row for row in rows if row.pending == 1]
+def share_prefill(oldest: Row, rows: Sequence[Row], budget: int, places: int) -> dict[int, int]:
+    """Keys and tokens: ``budget`` among at most ``places`` prompts, one of which is ``oldest``.
+
+    The larger half is the oldest prompt's; the rest goes to those with the fewest tokens left, and
+    what nobody else wants back to the oldest. So the oldest takes at most twice the steps that it
+    would take alone, and a prompt of s tokens waits for the first half and for prompts with at
+    most s tokens left, whatever else there is.
+    """
+    nearest = sorted((row for row in rows if row is not oldest), key=_nearness)
+    first = min(oldest.pending, budget - budget // 2 if nearest and places > 1 else budget)
+    left = budget - first
+    taken: dict[int, int] = {}
+    for row in nearest[: places - 1]:
+        if left <= 0:
+            break
+        tokens = min(row.pending, left)
+        taken[row.key] = tokens
+        left -= tokens
+    first += min(left, oldest.pending - first)
+    return {oldest.key: first, **taken} if first else taken
+
+
+def _nearness(row: Row) -> tuple[int, tuple[int, int]]:
+    return (row.pending, row.arrival)

@@ -6,10 +6,11 @@ that alone keeps the next item out, ``share`` finds out by looking what it would
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 from worker.desk import Desk
+from worker.prefix_waits import PrefixWaits
 from worker.requests import LegRecord, LegState, Sequence, SequenceState
 from worker.scheduler import Item, Phase, Row, Slots
 
@@ -22,7 +23,7 @@ LEG_PHASES: Final = {
     LegState.AWAITING_ROOM: Phase.GRANTING,
     LegState.GRANTED: Phase.PROMISED,
     LegState.LANDING: Phase.LANDING,
-    LegState.PULL_WAITING: Phase.LANDING,
+    LegState.PULL_WAITING: Phase.FETCHING,
 }
 RECEIVING: Final = frozenset({LegState.RECEIVING, LegState.PULLING, LegState.PULL_RECEIVING})
 """States of legs whose room is set aside for what a peer writes."""
@@ -37,6 +38,7 @@ class Survey:
     """Reads the desk. A leg's key is its negated arrival number, a sequence's its own key."""
 
     desk: Desk
+    waits: PrefixWaits
     _looked: tuple[int, Slots] = field(default=(0, ()))
     """Key and available slots of the last look that found nothing to share."""
 
@@ -48,22 +50,33 @@ class Survey:
                 sequence.arrival,
                 len(sequence.tokens) - sequence.computed,
                 sequence.last_step,
+                sequence.demoted_steps,
             )
             for sequence in self.desk.sequences.values()
             if sequence.state is SequenceState.RUNNING
         ]
+
+    def running_rows(self) -> int:
+        """Rows that running sequences take in a step."""
+        return sum(
+            [
+                len(sequence.choices)
+                for sequence in self.desk.sequences.values()
+                if sequence.state is SequenceState.RUNNING
+            ]
+        )
 
     def items(self) -> list[Item]:
         """What holds pages and will need more, and the oldest entrants. Empty without entrants."""
         entrants = self._entrants()
         if not entrants:
             return []
-        items = [
-            self._running(sequence)
-            for sequence in self.desk.sequences.values()
-            if sequence.state is SequenceState.RUNNING
+        items = [self._running()]
+        items += [
+            self._receiving(leg)
+            for leg in self.desk.legs
+            if leg.state is not LegState.COMPUTING and leg.state in RECEIVING
         ]
-        items += [self._receiving(leg) for leg in self.desk.legs if leg.state in RECEIVING]
         return items + entrants
 
     def share(self, items: list[Item], key: int) -> list[Item] | None:
@@ -89,7 +102,7 @@ class Survey:
             self._looked = (key, available)
             return None
         return [
-            replace(item, demand=_less(item.demand, saving)) if item.key == key else item
+            item._replace(demand=_less(item.demand, saving)) if item.key == key else item
             for item in items
         ]
 
@@ -99,34 +112,58 @@ class Survey:
         return next(leg for leg in self.desk.legs if leg.arrival == -key)
 
     def _entrants(self) -> list[Item]:
+        running = SequenceState.RUNNING  # most are, and looking a state up costs more
         waiting: list[tuple[tuple[int, int], Sequence | LegRecord]] = [
             (sequence.arrival, sequence)
             for sequence in self.desk.sequences.values()
-            if sequence.state in SEQUENCE_PHASES
+            if sequence.state is not running
+            and sequence.state in SEQUENCE_PHASES
+            and not self.waits.holds(sequence)
         ]
-        waiting += [((leg.arrival, 0), leg) for leg in self.desk.legs if leg.state in LEG_PHASES]
+        computing = LegState.COMPUTING
+        waiting += [
+            ((leg.arrival, 0), leg)
+            for leg in self.desk.legs
+            if leg.state is not computing and leg.state in LEG_PHASES
+        ]
         waiting.sort(key=lambda pair: pair[0])
         return [self._entrant(one) for _, one in waiting[:MAX_ENTRANTS]]
 
     def _entrant(self, one: Sequence | LegRecord) -> Item:
         if isinstance(one, Sequence):
-            demand = self._fresh(one.leg, len(one.tokens), len(one.choices))
+            demand = self._owed(one)
             phase = SEQUENCE_PHASES[one.state]
-            return Item(one.key, phase, one.arrival, demand, len(one.choices))
+            rows = len(one.choices)
+            return Item(one.key, phase, one.arrival, demand, rows, one.passed_slots)
         choices = max(1, len(one.open_choices))
         demand = self._fresh(one, one.prompt_tokens, choices)
         if one.saving:
             demand = _less(demand, one.saving)
-        return Item(-one.arrival, LEG_PHASES[one.state], (one.arrival, 0), demand, choices)
+        arrival, phase = (one.arrival, 0), LEG_PHASES[one.state]
+        return Item(-one.arrival, phase, arrival, demand, choices, one.passed_slots)
 
-    def _running(self, sequence: Sequence) -> Item:
-        capacity = 0 if sequence.cache is None else sequence.cache.capacity
-        choices = len(sequence.choices)
-        demand = _less(
-            self._fresh(sequence.leg, len(sequence.tokens), choices),
-            self.desk.demand.peak(capacity),
-        )
-        return Item(sequence.key, Phase.RUNNING, sequence.arrival, demand, choices)
+    def _running(self) -> Item:
+        """What all running sequences will need, as one item."""
+        rows, total = 0, [0] * len(self.desk.manager.total_slots())
+        for sequence in self.desk.sequences.values():
+            if sequence.state is not SequenceState.RUNNING:
+                continue
+            rows += len(sequence.choices)
+            for pool_group, slots in enumerate(self._owed(sequence)):
+                total[pool_group] += slots
+        return Item(0, Phase.RUNNING, (0, 0), tuple(total), rows)
+
+    def _owed(self, sequence: Sequence) -> Slots:
+        """What one sequence will need; it changes where a block or a choice ends."""
+        cache = sequence.cache if sequence.state is SequenceState.RUNNING else None
+        capacity = 0 if cache is None else cache.capacity
+        tokens = len(sequence.tokens)
+        now = (self.desk.demand.blocks(tokens), capacity, len(sequence.choices))
+        if sequence.owed_at != now:
+            fresh = self._fresh(sequence.leg, tokens, len(sequence.choices))
+            sequence.owed = _less(fresh, self.desk.demand.peak(capacity))
+            sequence.owed_at = now
+        return sequence.owed
 
     def _receiving(self, leg: LegRecord) -> Item:
         choices = max(1, len(leg.open_choices))

@@ -142,6 +142,21 @@ def test_a_token_is_minted_for_every_cluster() -> None:
     assert load().cluster_token != load().cluster_token
 
 
+def test_demotion_comes_from_the_environment_unless_the_configuration_says_it(
+    tmp_path: Path,
+) -> None:
+    tokens, iters = "1024", "3"
+    config = load(PAGEFERRY_CTX_DEMOTE_UNCACHED_TOKENS=tokens, PAGEFERRY_CTX_DEMOTE_MAX_ITERS=iters)
+    assert (config.ctx_demote_uncached_tokens, config.ctx_demote_max_iters) == (1024, 3)
+    config = load(
+        file=write(tmp_path, "ctx_demote_max_iters: 5"), PAGEFERRY_CTX_DEMOTE_MAX_ITERS=iters
+    )
+    assert config.ctx_demote_max_iters == 5
+    assert load().ctx_demote_uncached_tokens is None
+    with pytest.raises(ConfigError, match="ctx_demote_uncached_tokens"):
+        load(PAGEFERRY_CTX_DEMOTE_UNCACHED_TOKENS="many")
+
+
 def test_a_mistyped_variable_is_reported() -> None:
     found = environment(PAGEFERRY_CLUSTER_TOKENS="x" * 10).warnings
     assert found == (

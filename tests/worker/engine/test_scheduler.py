@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.scheduler import (
+    NEW,
     Admission,
+    Demotion,
     Item,
     Limits,
     Phase,
@@ -16,6 +20,7 @@ from worker.scheduler import (
 )
 
 LIMITS = Limits(max_batch_tokens=16, max_running=4, total=(10,))
+ROOMY = Limits(max_batch_tokens=16, max_running=64, total=(10,))
 
 
 def item(key: int, phase: Phase, demand: int, rows: int = 1) -> Item:
@@ -27,9 +32,28 @@ def admitted(items: list[Item], available: int) -> list[int]:
     return sorted(plan.resume + plan.land + plan.admit + plan.grant)
 
 
-def test_first_come_first_served_until_one_does_not_fit() -> None:
-    queue = [item(1, Phase.QUEUED, 4), item(2, Phase.QUEUED, 7), item(3, Phase.QUEUED, 1)]
-    assert admitted(queue, 10) == [1]
+def test_smaller_ones_pass_until_they_have_as_much_as_the_one_they_passed() -> None:
+    queue = [item(1, Phase.QUEUED, 7)] + [item(key, Phase.QUEUED, 2) for key in range(2, 9)]
+    plan = plan_admission(queue, (6,), ROOMY)
+    assert (plan.admit, plan.passed, plan.short_of_slots) == ((2, 3, 4), ((1, 6),), 1)
+    queue[0] = queue[0]._replace(passed=6)
+    assert admitted(queue, 6) == []
+    assert admitted(queue, 9) == [1, 2]
+
+
+def test_no_new_item_passes_one_that_somebody_waits_for() -> None:
+    for phase in (Phase.SUSPENDED, Phase.LANDING, Phase.PROMISED):
+        assert admitted([item(1, phase, 7), item(2, Phase.QUEUED, 2)], 6) == []
+
+
+def test_who_was_promised_room_lands_whatever_new_ones_wait_for() -> None:
+    tired = item(1, Phase.GRANTING, 9)._replace(passed=9)
+    assert admitted([tired, item(2, Phase.LANDING, 4), item(3, Phase.QUEUED, 1)], 6) == [2]
+
+
+def test_a_new_item_takes_nothing_that_was_promised_to_a_younger_one() -> None:
+    assert admitted([item(1, Phase.GRANTING, 4), item(2, Phase.PROMISED, 4)], 6) == []
+    assert admitted([item(1, Phase.GRANTING, 2), item(2, Phase.PROMISED, 4)], 6) == [1]
 
 
 def test_arrival_decides_and_not_the_order_of_the_list() -> None:
@@ -87,8 +111,25 @@ def test_decoding_runs_in_every_step_beside_a_long_prefill() -> None:
     assert chunks([row(1, 1000), row(2, 1), row(3, 1)]) == {1: 14, 2: 1, 3: 1}
 
 
-def test_prefills_share_the_budget_first_come_first_served() -> None:
-    assert chunks([row(1, 10), row(2, 20), row(3, 5)]) == {1: 10, 2: 6}
+def test_the_oldest_prompt_has_half_of_the_budget_and_the_nearest_the_rest() -> None:
+    assert chunks([row(1, 100), row(2, 20), row(3, 5)]) == {1: 8, 3: 5, 2: 3}
+
+
+def test_what_the_others_leave_goes_back_to_the_oldest() -> None:
+    assert chunks([row(1, 100), row(2, 3)]) == {1: 13, 2: 3}
+    assert chunks([row(1, 3), row(2, 100)]) == {1: 3, 2: 13}
+    assert chunks([row(1, 100)]) == {1: 16}
+
+
+def test_a_demoted_prompt_comes_last_until_it_is_starved() -> None:
+    limits = replace(LIMITS, demotion=Demotion(uncached_tokens=50, max_iters=2))
+    rows = [row(1, 60), row(2, 20), row(3, 12)]
+    assert chunks(rows, limits) == {2: 8, 3: 8}
+    assert plan_step(rows, limits).demoted == (1,)
+    rows[0] = rows[0]._replace(demoted=2)
+    assert chunks(rows, limits) == {1: 8, 3: 8}
+    assert plan_step(rows, limits).demoted == ()
+    assert plan_step([row(1, 60)], limits).demoted == ()
 
 
 def test_pages_are_given_oldest_first_and_taken_youngest_first() -> None:
@@ -149,16 +190,17 @@ def test_admission_never_gives_more_than_there_is(
         assert sum(one.rows for one in held + taken) <= LIMITS.max_running
 
 
-@given(items_strategy, st.integers(0, 10))
-def test_nothing_overtakes(parts: list[tuple[Phase, int, int]], available: int) -> None:
+@given(items_strategy, st.integers(0, 10), st.integers(0, 8))
+def test_nobody_is_passed_by_more_than_it_wants_itself(
+    parts: list[tuple[Phase, int, int]], available: int, before: int
+) -> None:
     items = [
-        Item(key, phase, (key, 0), (need,), rows) for key, (phase, need, rows) in enumerate(parts)
+        Item(key, phase, (key, 0), (need,), rows, before)
+        for key, (phase, need, rows) in enumerate(parts)
     ]
-    chosen = set(admitted(items, available))
-    entrants = [
-        one.key
-        for one in items
-        if one.phase not in (Phase.RUNNING, Phase.RECEIVING, Phase.PROMISED)
-    ]
-    served = [key in chosen for key in entrants]
-    assert served == sorted(served, reverse=True)
+    plan = plan_admission(items, (available,), LIMITS)
+    for key, slots in plan.passed:
+        one = items[key]
+        assert one.phase in NEW
+        assert key not in plan.admit + plan.grant + plan.land
+        assert 0 < slots <= max(0, min(one.demand[0], 10) - before)
