@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from typing_extensions import override
 
-from worker.model.attention import StepContext
+from worker.model.attention import AttentionStep
 from worker.model.fused import FUSED_FAMILIES, FusedDecoder
 from worker.model.loader import LoadedModel
 from worker.model.products import head
@@ -24,7 +24,7 @@ class Network(Protocol):
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        context: StepContext,
+        context: AttentionStep,
         rows: torch.Tensor,
     ) -> torch.Tensor: ...
 
@@ -48,7 +48,7 @@ class PlainModel(Network):
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        context: StepContext,
+        context: AttentionStep,
         rows: torch.Tensor,
     ) -> torch.Tensor:
         arguments = {
@@ -75,7 +75,7 @@ class FusedModel(Network):
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        context: StepContext,
+        context: AttentionStep,
         rows: torch.Tensor,
     ) -> torch.Tensor:
         return self._head(self._decoder(tokens, positions, context, rows)).float()
