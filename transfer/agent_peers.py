@@ -158,7 +158,8 @@ class PeerConnector:
         try:
             return await asyncio.shield(dial)
         except asyncio.CancelledError:
-            if dial.cancelled():
+            task = asyncio.current_task()
+            if dial.cancelled() and not (task is not None and task.cancelling()):
                 raise HandshakeError("this worker is stopping") from None
             raise
 
@@ -225,7 +226,7 @@ class PeerConnector:
                     # The peer learns why, one of another version by the frame's header.
                     refuse(connection, *reasons_of(error))
                     raise
-                except asyncio.CancelledError:
+                except BaseException:
                     connection.close()
                     raise
         except AuthenticationError as error:
@@ -251,7 +252,14 @@ class PeerConnector:
         # The data listener is this peer's own.
         info = self.info.model_copy(update={"data_host": data.host, "data_port": data.port})
         try:
-            connection.write(Introduction(rank_info=info, endpoint_nonce=opening))
+            connection.write(
+                Introduction(
+                    rank_info=info,
+                    endpoint_nonce=opening,
+                    meant_for=expected.incarnation,
+                    meant_for_rank=expected.rank,
+                )
+            )
             peer = (await read_introduction(connection)).rank_info
             self._check_identity(peer, expected)
             self._check(peer)
@@ -317,6 +325,16 @@ class PeerConnector:
     async def _introduce_as_context(self, connection: ControlConnection) -> None:
         introduction = await read_introduction(connection)
         peer = introduction.rank_info
+        if (introduction.meant_for, introduction.meant_for_rank) != (
+            self.info.incarnation,
+            self.info.rank,
+        ):
+            # It learns whom it found, and its pair with this process stays.
+            connection.write(Introduction(rank_info=self.info))
+            raise HandshakeError(
+                f"{peer.rank_id} dials {introduction.meant_for}/{introduction.meant_for_rank}, "
+                f"this is {self.info.rank_id}"
+            )
         await self._end_earlier(Side.CONTEXT, peer.rank_id)
         # Shown even to a peer that does not fit: it then knows both values, too.
         connection.write(Introduction(rank_info=self.info))

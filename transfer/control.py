@@ -10,6 +10,7 @@ keeps its sockets open, so nothing else would tell.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -28,6 +29,8 @@ from transfer.messages import (
 )
 from transfer.silence import Silence
 from transfer.wire import HEADER, MAX_FRAME_BYTES, FrameError, body_length
+
+logger = logging.getLogger(__name__)
 
 UNPROVED_FRAME_BYTES: Final = 512
 """Largest body read from a side that has proved nothing."""
@@ -144,12 +147,14 @@ def refuse(connection: ControlConnection, *reasons: str) -> None:
 HANDSHAKE_FAILURES: Final = (
     AuthenticationError,
     HandshakeError,
-    FrameError,
+    ValueError,
     OSError,
     EOFError,
     TimeoutError,
 )
-"""All that may go wrong with a connection before it is a link."""
+"""All that may go wrong with a connection before it is a link. ValueError: no frame, facts that no
+plan can be made of, or a host that is no name.
+"""
 
 
 def describe(error: Exception) -> str:
@@ -176,6 +181,7 @@ class ControlLink:
         self._said_s = self._loop.time()
         self._silence = Silence(timing.heartbeat_ms / 1000, self._said_s)
         self._reader = self._loop.create_task(self._read())
+        self._reader.add_done_callback(self._reader_ended)
         self._ticker = self._loop.call_later(timing.heartbeat_ms / 1000, self._tick)
 
     @property
@@ -225,6 +231,13 @@ class ControlLink:
             self.end(f"the peer broke the protocol: {error}")
         except (OSError, EOFError) as error:
             self.end(f"control connection closed by the peer: {describe(error)}")
+
+    def _reader_ended(self, reader: asyncio.Task[None]) -> None:
+        """A message that broke whoever it was for must not leave a link that hears nothing."""
+        error = None if reader.cancelled() else reader.exception()
+        if error is not None:
+            logger.error("a control connection is ended by an internal error", exc_info=error)
+            self.end(f"internal error: {error!r}")
 
     def _tick(self) -> None:
         now = self._loop.time()

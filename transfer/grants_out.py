@@ -9,9 +9,11 @@ receives from, so that every context rank hears of the request.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Final
 
 from transfer.agent_pair import Pair, Side
@@ -26,6 +28,8 @@ from transfer.peers import require_dp_group
 from transfer.pull_order import PullOrder
 from transfer.request_transfer import RequestTransfer
 from transfer.session_events import GrantRequested
+
+logger = logging.getLogger(__name__)
 
 NOTHING_SENT: Final = "no rank of the context instance sends to this one"
 
@@ -90,6 +94,7 @@ class GrantsOut:
             self._book.counters.late_dials_total += 1
         task = asyncio.get_running_loop().create_task(self._dial(order))
         self._dialling[order.request_id] = task
+        task.add_done_callback(partial(self._dial_ended, order))
 
     def stop(self, request_id: str, reason: str) -> bool:
         """Give up a request that is still being dialled. False when it is not."""
@@ -118,6 +123,14 @@ class GrantsOut:
             return
         if self._dialled(order):
             self._start(order, pairs)
+
+    def _dial_ended(self, order: Order, task: asyncio.Task[None]) -> None:
+        """Whatever becomes of a dial, its request ends."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self._dialling.get(order.request_id) is task:
+            del self._dialling[order.request_id]
+            logger.error("request %s could not be opened", order.request_id, exc_info=error)
+            self._unstarted(order.request_id, Outcome.FAILED, f"dialling: {error!r}", "engine")
 
     async def _pair_with(self, rank: PeerAddress) -> Pair:
         try:

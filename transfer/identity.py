@@ -47,9 +47,9 @@ class PeerAddress(Message):
     """Where a rank accepts control connections of other ranks."""
 
     incarnation: Incarnation
-    rank: int = Field(default=0, ge=0)
+    rank: int = Field(default=0, ge=0, lt=1 << 31)
     host: str
-    control_port: int
+    control_port: int = Field(ge=0, lt=1 << 16)
 
     @property
     def rank_id(self) -> RankId:

@@ -20,11 +20,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from transfer.identity import Incarnation
 from transfer.rank_info import RankInfo
 from transfer.wire import Codec, Message
 
 FinishReason = Literal["stop", "length"]
 Tag = Annotated[int, Field(ge=0, lt=1 << 64)]
+Block = Annotated[int, Field(ge=0, lt=1 << 31)]
+"""As the other numbers, bounded: both ends calculate with what a peer says."""
+Count = Annotated[int, Field(ge=1, lt=1 << 31)]
+Milliseconds = Annotated[int, Field(ge=1, lt=1 << 53)]
+Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class Challenge(Message):
@@ -62,6 +68,11 @@ class Introduction(Message):
     """Set by the generation side: the first bytes it expects on the data endpoint that the context
     side opens.
     """
+    meant_for: Incarnation | None = None
+    """Set by the generation side, with ``meant_for_rank``: whom it dials. Another process that
+    listens there now is not to take it for a new connection of its own.
+    """
+    meant_for_rank: Block = 0
 
 
 class PeerRefused(Message):
@@ -83,9 +94,9 @@ class Grant(Message):
     kind: Literal["grant"] = "grant"
     request_id: str
     session: str
-    prompt_tokens: int = Field(ge=1)
-    deadline_ms: int = Field(ge=1)
-    receivers: int = Field(default=1, ge=1)
+    prompt_tokens: Count
+    deadline_ms: Milliseconds
+    receivers: Count = 1
     """Ranks of the generation instance that grant this request to this context rank."""
 
 
@@ -101,10 +112,10 @@ class Pull(Message):
     scope: bytes
     tokens: bytes
     """The prefix, packed int32: whole blocks."""
-    least_blocks: int = Field(ge=1)
+    least_blocks: Count
     """With fewer blocks than this of the prefix the pull is not worth it."""
-    deadline_ms: int = Field(ge=1)
-    receivers: int = Field(default=1, ge=1)
+    deadline_ms: Milliseconds
+    receivers: Count = 1
     """Ranks of the pulling instance that send this pull to this rank."""
 
 
@@ -113,7 +124,7 @@ class PrefixFound(Message):
 
     kind: Literal["prefix_found"] = "prefix_found"
     session: str
-    end_block: int = Field(ge=1)
+    end_block: Count
 
 
 class PullDeclined(Message):
@@ -136,7 +147,7 @@ class GroupSlots(Message):
     is not wanted.
     """
 
-    first_block: int = Field(ge=0)
+    first_block: Block
     slots: bytes
     """Packed int32, one receiver slot a block, up to the message's ``end_block``."""
 
@@ -152,7 +163,7 @@ class ReceiveReady(Message):
     """Minted for this session: every page message of it carries this tag, in the order of
     ``ChunkSent``.
     """
-    end_block: int = Field(ge=0)
+    end_block: Block
     groups: tuple[GroupSlots, ...]
 
 
@@ -161,8 +172,8 @@ class GroupRuns(Message):
     order, cut into runs.
     """
 
-    first_block: int = Field(ge=0)
-    end_block: int = Field(ge=0)
+    first_block: Block
+    end_block: Block
     run_blocks: bytes
     """Packed int32: blocks in each run. Unless they are staged, the slots of both sides are
     consecutive within a run.
@@ -178,7 +189,7 @@ class ChunkSent(Message):
 
     kind: Literal["chunk_sent"] = "chunk_sent"
     session: str
-    chunk: int = Field(ge=0)
+    chunk: Block
     groups: tuple[GroupRuns, ...]
 
 
@@ -186,13 +197,13 @@ class HandoffLogprob(Message):
     """Log-probability of a first token and of the most likely alternatives, best first."""
 
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top: tuple[tuple[Token, float], ...] = ()
 
 
 class ChoiceHandoff(Message):
     """The first token of one choice; ``finish`` is set when it already ended that choice."""
 
-    token: int
+    token: Token
     logprob: HandoffLogprob | None = None
     finish: FinishReason | None = None
 
@@ -201,7 +212,7 @@ class HandoffData(Message):
     """What decoding needs beside the pages: a value of the engine, carried unread."""
 
     choices: tuple[ChoiceHandoff, ...]
-    cached_tokens: int = Field(ge=0)
+    cached_tokens: Block
     """Prompt tokens that the context worker found in its prefix tree."""
 
 

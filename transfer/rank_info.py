@@ -24,8 +24,14 @@ from transfer.staged_cut import STAGING_MESSAGE_BYTES
 from transfer.wire import PROTOCOL_VERSION, Message
 
 Owner = Literal["target", "draft"]
-Count = Annotated[int, Field(ge=0)]
-Size = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0, lt=1 << 31)]
+Size = Annotated[int, Field(ge=1, lt=1 << 31)]
+Bytes = Annotated[int, Field(ge=1, lt=1 << 48)]
+Ranks = Annotated[int, Field(ge=1, le=1 << 12)]
+"""Of one kind in an instance. Plans go through all ranks, so no peer may claim any number."""
+Heads = Annotated[int, Field(ge=1, le=1 << 16)]
+Pages = Annotated[int, Field(ge=1, le=1 << 16)]
+"""Plans go through these, too."""
 
 
 OMITTED: Final[dict[str, object]] = {
@@ -49,8 +55,8 @@ class PageBuffer(RankFacts):
     layer_id: Count
     """Counted over the whole model, not over a pipeline stage."""
     role: str
-    offset_bytes: Count
-    size_bytes: Size
+    offset_bytes: Annotated[int, Field(ge=0, lt=1 << 48)]
+    size_bytes: Bytes
 
 
 class PageView(RankFacts):
@@ -66,17 +72,17 @@ class PageView(RankFacts):
     mapping: str
     """How pages split between ranks: ``head_major``, ``replicated`` or ``sectioned``."""
     element: str
-    num_heads: Size
+    num_heads: Heads
     """Heads on this rank, the first of which is ``first_head`` of ``total_heads``."""
     first_head: Count
-    total_heads: Size
+    total_heads: Heads
     elements_per_head: Size
     tokens_per_page: Count
     """0 for state of fixed size."""
-    pages_per_block: Size
-    page_bytes: Size
-    page_stride_bytes: Size
-    sections: tuple[int, ...] = ()
+    pages_per_block: Pages
+    page_bytes: Bytes
+    page_stride_bytes: Bytes
+    sections: tuple[Count, ...] = ()
     buffers: tuple[PageBuffer, ...]
 
 
@@ -86,10 +92,10 @@ class PageGroup(RankFacts):
     layer_group: Count
     kind: str
     """``attention`` (a page a block) or ``state`` (a page a sequence)."""
-    window: int | None
+    window: Count | None
     sink_blocks: Count
     pool_group: Count
-    slot_bytes: tuple[int, ...]
+    slot_bytes: tuple[Bytes, ...]
     """One a pool of the pool group."""
 
 
@@ -139,13 +145,13 @@ class ParallelShape(RankFacts):
     ``tp_size / dp_size`` neighbouring ranks, and a request lives in one such group.
     """
 
-    tp_size: Size = 1
+    tp_size: Ranks = 1
     tp_rank: Count = 0
-    pp_size: Size = 1
+    pp_size: Ranks = 1
     pp_rank: Count = 0
-    dp_size: Size = 1
+    dp_size: Ranks = 1
     dp_rank: Count = 0
-    cp_size: Size = 1
+    cp_size: Ranks = 1
     cp_rank: Count = 0
 
     @property
@@ -200,11 +206,11 @@ class EngineFacts(RankFacts):
 class RankInfo(RankFacts):
     """One rank of one incarnation."""
 
-    protocol: int = PROTOCOL_VERSION
+    protocol: Count = PROTOCOL_VERSION
     incarnation: Incarnation
     rank: Count
     shape: ParallelShape
-    layers_per_stage: tuple[int, ...]
+    layers_per_stage: tuple[Count, ...]
     """Target layers of each pipeline stage, in order."""
     tokens_per_block: Size
     engine: EngineFacts

@@ -59,7 +59,14 @@ class SourceSession(ContextSession):
             return
         self._report(PullReceived(self.request_id, self.peer, prefix, event.least_blocks))
 
+    @override
+    def _waits_for_peer(self) -> bool:
+        """From the answer on pages are leased, and no longer than this side allows."""
+        waiting = (SessionState.ANNOUNCED, SessionState.COMPUTED, SessionState.HANDED_OFF)
+        return self.state in waiting
+
     def _on_found(self, event: FoundRequested) -> None:
+        self._progress_ms = self._now_ms
         self._send(PrefixFound(session=self.session, end_block=event.end_block))
         self.state = SessionState.ANNOUNCED
 

@@ -107,3 +107,6 @@ class WarmPairs:
         error = task.exception()
         if error is not None:
             logger.error("%s is not dialled any more", rank, exc_info=error)
+            if rank in self._missing and rank not in self._tasks:
+                self._missing[rank] = f"not dialled any more: {error!r}"
+                self._changed()

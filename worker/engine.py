@@ -92,7 +92,7 @@ class Engine:
             leases=LeaseBook(parts.manager),
         )
         context = ContextRole(self._desk, limits.pulls)
-        generation = GenerationRole(self._desk)
+        generation = GenerationRole(self._desk, limits.vocab_size)
         bounds = Bounds(limits.max_sequence_tokens, limits.vocab_size, limits.max_running)
         served = ServedPulls(self._desk, limits.pulls)
         self._intake = Intake(self._desk, context, generation, served, bounds)

@@ -32,8 +32,9 @@ Emitted = Values[npt.NDArray[np.int32]]
 class GenerationRole(Role):
     """Strategy of ``Generate`` legs."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Desk, vocab_size: int) -> None:
         self._desk = desk
+        self._vocab_size = vocab_size
 
     def accept(self, leg: LegRecord, emitted: Emitted) -> None:
         """A new leg: in state AWAITING_ROOM with a source, else COMPUTING."""
@@ -125,8 +126,7 @@ class GenerationRole(Role):
         if leg is None or leg.state is not LegState.RECEIVING or leg.landing is None:
             return
         choices = () if event.data is None else event.data.choices
-        if len(choices) != leg.n:
-            message = f"handoff: expected {leg.n} first tokens, got {len(choices)}"
+        if message := self._unfit(choices, leg.n):
             self._desk.end(leg, Ending("failed", "bad_handoff", message, retryable=True))
             return
         cache, leg.landing = leg.landing, None
@@ -146,6 +146,15 @@ class GenerationRole(Role):
                 self._desk.emit(leg, index, 0, token.token, token.logprob, choice.finish)
                 leg.open_choices.discard(index)
         self._spread(leg, cache, drawn)
+
+    def _unfit(self, choices: Values[ChoiceHandoff], n: int) -> str:
+        """Why these are no first tokens of a request for ``n`` choices; empty when they are."""
+        if len(choices) != n:
+            return f"handoff: expected {n} first tokens, got {len(choices)}"
+        highest = max(choice.token for choice in choices)
+        if highest >= self._vocab_size:
+            return f"handoff: expected token ids of 0 to {self._vocab_size - 1}, got {highest}"
+        return ""
 
     def _spread(self, leg: LegRecord, cache: CacheSequence, drawn: dict[int, Drawn]) -> None:
         """One running sequence with the landed pages for all choices that go on; then as after any

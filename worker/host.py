@@ -27,6 +27,7 @@ from pydantic import ValidationError
 from transfer.agent import TransferAgent
 from transfer.agent_config import AgentConfig
 from transfer.deadlines import TransferLimits
+from transfer.descriptors import raise_limit
 from transfer.identity import Incarnation, PeerAddress
 from transfer.lease import views_of_groups
 from transfer.ucx.transport import UcxTransport
@@ -271,6 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
     text = sys.stdin.readline() if given == "-" else given
     configure_logging()
     faulthandler.enable()
+    raise_limit()
     process = WorkerProcess(
         WorkerConfig.model_validate_json(text), lambda line: print(line, file=sys.stderr)
     )

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from tests.transfer.agent_rig import (
     HANDOFF,
@@ -17,6 +18,7 @@ from tests.transfer.agent_rig import (
     NodeFacts,
     Transfer,
     granted,
+    start_node,
 )
 from tests.transfer.peer_world import World
 from tests.transfer.transfer_moments import to_mid_transfer
@@ -30,10 +32,11 @@ from transfer.agent_events import (
 from transfer.agent_pair import LATE_S
 from transfer.auth import mint_nonce, proof
 from transfer.control import UNPROVED_FRAME_BYTES
+from transfer.identity import Incarnation
 from transfer.inprocess import InProcessTransport
 from transfer.messages import CONTROL_CODEC, Challenge, Hello, PeerRefused, Welcome
 from transfer.outcome import Outcome
-from transfer.transport import TransportError
+from transfer.transport import Expectation, TransportError
 from transfer.wire import HEADER, MAGIC, PROTOCOL_VERSION
 
 Start = Callable[..., Awaitable[Node]]
@@ -225,12 +228,55 @@ async def test_a_restarted_worker_at_the_same_address_is_not_its_predecessor(
     await Transfer("to the new one", [1], [2]).run(again, generation)
 
 
+async def test_dialling_its_predecessor_costs_a_restarted_worker_nothing(world: World) -> None:
+    context, generation = await world.node("context"), await world.node("generation")
+    await granted(context, generation, "under way", 20_000)
+    other = Incarnation.mint("context")
+    before = context.address.model_copy(update={"incarnation": other})
+    generation.agent.grant("to the old one", (before,), 100, 20_000)
+    end = await generation.engine.expect(SessionEnded, "to the old one")
+    assert "the worker was restarted" in end.reason
+    neighbour = context.address.model_copy(update={"rank": 1})
+    generation.agent.grant("to another rank", (neighbour,), 100, 20_000)
+    end = await generation.engine.expect(SessionEnded, "to another rank")
+    assert "mind the addresses" in end.reason
+    # Messages of a pair are ordered: what was under way goes on over the connection it had.
+    context.agent.no_decode("under way")
+    for node in (context, generation):
+        end = await node.engine.expect(SessionEnded, "under way")
+        assert end.outcome is Outcome.SUCCEEDED, end.reason
+
+
 async def test_nobody_there_fails_at_once(world: World) -> None:
     context = await world.node("context")
     generation = await world.node("generation")
     await context.agent.close()
     assert await failed(generation, context)
     assert generation.agent.counters.failures["connect"] == 1
+
+
+@pytest.mark.parametrize("host", ["two..dots", "x" * 64 + ".y", "with\0nothing"])
+async def test_a_request_for_a_host_that_is_no_name_ends(world: World, host: str) -> None:
+    context, generation = await world.node("context"), await world.node("generation")
+    context.address = context.address.model_copy(update={"host": host})
+    assert await failed(generation, context)
+    with pytest.raises(ConnectionError):
+        await generation.agent.warm(context.address)
+
+
+async def test_a_request_ends_whatever_becomes_of_its_dial(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(InProcessTransport):
+        @override
+        async def expect(self, opening: bytes) -> Expectation:
+            raise LookupError("no listener at all")
+
+    context = await world.node("context")
+    generation = await start_node("generation", Broken(world.network, "broken"))
+    assert "no listener at all" in await failed(generation, context)
+    assert "could not be opened" in caplog.text
+    await generation.agent.close()
 
 
 async def test_warming_connects_ahead(world: World) -> None:

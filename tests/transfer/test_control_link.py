@@ -12,8 +12,8 @@ import pytest
 import uvloop
 
 from tests.transfer.agent_rig import PATIENT, WAIT_S
-from transfer.control import ControlConnection, ControlLink, refuse
-from transfer.messages import CancelSession, SessionMessage
+from transfer.control import ControlConnection, ControlLink, ControlTiming, refuse
+from transfer.messages import CONTROL_CODEC, CancelSession, SessionMessage
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 CANCEL = CancelSession(session="s", reason="not wanted")
@@ -64,6 +64,26 @@ async def refuse_a_connection_that_was_reset() -> None:
     reset(peer)
     await closed(reader)
     refuse(ControlConnection(reader, writer), "does not fit")
+
+
+async def test_a_message_that_breaks_its_receiver_ends_the_link_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A link that reads no more would go on beating, and its sessions would hear nothing."""
+    ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def broken(_: SessionMessage) -> None:
+        raise OverflowError("a number too large")
+
+    reader, writer, peer = await connected()
+    patient = ControlTiming(silence_ms=10**9)
+    link = ControlLink(ControlConnection(reader, writer), patient, broken, ended.set_result)
+    peer.write(CONTROL_CODEC.encode(CANCEL))
+    async with asyncio.timeout(WAIT_S):
+        assert "a number too large" in await ended
+    assert not link.open
+    assert "internal error" in caplog.text
+    peer.close()
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])

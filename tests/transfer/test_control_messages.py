@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -62,7 +64,12 @@ MESSAGES: tuple[ControlMessage, ...] = (
     Challenge(nonce=b"\x01" * 32),
     Hello(proof=b"\x02" * 32, nonce=b"\x03" * 32),
     Welcome(proof=b"\x04" * 32),
-    Introduction(rank_info=INFO, endpoint_nonce=b"\x05" * 32),
+    Introduction(
+        rank_info=INFO,
+        endpoint_nonce=b"\x05" * 32,
+        meant_for=Incarnation(instance="ctx", nonce="00ff"),
+        meant_for_rank=1,
+    ),
     PeerRefused(reasons=("model: ours is a, the peer's is b",)),
     Heartbeat(),
     Grant(request_id="r", session="s", prompt_tokens=100, deadline_ms=1000, receivers=2),
@@ -136,6 +143,29 @@ def test_unknown_field_and_wrong_type_are_refused(message: ControlMessage) -> No
             CONTROL_CODEC.decode_body(msgpack.packb({**body, name: {"wrong": True}}))
 
 
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
+def test_numbers_that_nobody_can_calculate_with_are_refused(message: ControlMessage) -> None:
+    body = msgpack.unpackb(CONTROL_CODEC.encode(message)[HEADER.size :])
+    for holder, key in list(numbers_in(body)):
+        right = holder[key]
+        for wrong in (-2, 1 << 63) if key != "tag" else (-1,):
+            holder[key] = wrong
+            with pytest.raises(FrameError):
+                CONTROL_CODEC.decode_body(msgpack.packb(body))
+        holder[key] = right
+    assert CONTROL_CODEC.decode_body(msgpack.packb(body)) == message
+
+
+def numbers_in(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Where an unpacked message has numbers: holder and key."""
+    places = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, part in places:
+        if type(part) is int:
+            yield value, key
+        elif isinstance(part, dict | list):
+            yield from numbers_in(part)
+
+
 @given(body=st.binary(max_size=200))
 def test_random_bytes_raise_frame_errors_only(body: bytes) -> None:
     with contextlib.suppress(FrameError):
@@ -169,6 +199,8 @@ def test_a_rank_info_that_contradicts_itself_is_refused() -> None:
         {"shape": {"tp_size": 2, "tp_rank": 2}},
         {"shape": {"tp_size": 3, "dp_size": 2}},
         {"data_port": 1 << 16},
+        {"shape": {"tp_size": 1 << 40}},
+        {"tokens_per_block": 1 << 40},
     ):
         with pytest.raises(ValueError, match="validation error"):
             RankInfo.model_validate({**fields, **change})

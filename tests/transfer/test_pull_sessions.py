@@ -216,6 +216,20 @@ def test_a_source_that_does_not_answer_is_given_up_at_the_deadline() -> None:
     assert [type(message) for message in sent(commands)] == [CancelSession]
 
 
+def test_a_puller_that_says_no_more_keeps_the_pages_no_longer_than_the_source_allows() -> None:
+    """It beats, so the connection lives, and it may have asked for any deadline."""
+    session = source()
+    session.handle(PULL.model_copy(update={"deadline_ms": 10**9}), 0)
+    lease = ship(0, 4)
+    commands = session.handle(FoundRequested(4), 100)
+    assert of_type(commands, ArmDeadline) == [ArmDeadline(100 + LIMITS.floor_ms)]
+    for event in (lease, HandOffRequested(NO_TOKENS)):
+        session.handle(event, 100)
+    commands = session.handle(DeadlinePassed(), 100 + LIMITS.floor_ms)
+    assert [type(message) for message in sent(commands)] == [SenderFailed]
+    assert LeaseEnded("r", lease.blocks.lease) in reported(commands)
+
+
 def test_a_source_that_fails_ends_the_pull() -> None:
     session = asked()
     session.handle(PrefixFound(session="s", end_block=4), 1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 from collections.abc import AsyncIterator
 
 import pytest
@@ -79,3 +81,18 @@ async def reaches_another(survivor: UcxTransport) -> None:
         address = TransportAddress("127.0.0.1", int(port))
         endpoint = await survivor.connect(address, OPENING, timeout_s=WAIT_S)
         assert endpoint.alive
+
+
+async def test_a_peer_for_whom_no_descriptors_are_left_is_refused(survivor: UcxTransport) -> None:
+    """UCX would end the process."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 10, before[1]))
+    try:
+        with pytest.raises(TransportError, match="file descriptors are in use"):
+            await survivor.expect(OPENING)
+        with pytest.raises(TransportError, match="file descriptors are in use"):
+            await survivor.connect(TransportAddress("127.0.0.1", 1), OPENING, timeout_s=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    (await survivor.expect(OPENING)).close()

@@ -9,6 +9,7 @@ import pytest
 
 from tests.transfer.agent_rig import WAIT_S, Node, NodeFacts, Transfer
 from tests.transfer.peer_world import World
+from transfer.agent_events import SessionEnded
 from transfer.agent_figures import PairState
 from transfer.agent_pair import Side
 
@@ -125,3 +126,30 @@ async def test_a_peer_that_does_not_fit_is_named_and_not_asked_again(warm: Warm)
     assert rank == str(context.info.rank_id)
     assert "tokens_per_block" in reasons[0]
     assert wire.connections == 1
+
+
+async def test_a_dial_that_breaks_is_named_and_a_later_request_still_ends(warm: Warm) -> None:
+    context, generation = await warm.node("a"), await warm.generation()
+    nowhere = context.address.model_copy(update={"control_port": 1 << 16})
+    generation.node.agent.keep_warm([nowhere])
+    await generation.until(lambda pairs: any("OverflowError" in pair.reason for pair in pairs))
+    generation.node.agent.grant("r", (nowhere,), 10, 20_000)
+    end = await generation.node.engine.expect(SessionEnded, "r")
+    assert "OverflowError" in end.reason
+
+
+async def test_dialling_ends_when_all_tasks_of_the_loop_are_cancelled(warm: Warm) -> None:
+    context, generation = await warm.node("a"), await warm.generation()
+    wire = await warm.wire(context)
+    wire.stop_flow()
+    before = asyncio.all_tasks()
+    generation.node.agent.keep_warm([context.address])
+    while not wire.connections:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    tasks = asyncio.all_tasks() - before
+    (waiting,) = (task for task in tasks if task.get_name().startswith("warm-"))
+    for task in tasks - {waiting}:
+        task.cancel()
+    waiting.cancel()
+    await asyncio.wait({waiting}, timeout=WAIT_S)
+    assert waiting.cancelled()

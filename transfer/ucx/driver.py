@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from transfer.descriptors import PEER_DESCRIPTORS, check_left
 from transfer.transport import TransportError
 from transfer.ucx.library import STATUS_CANCELED, STATUS_OK, Library
 
@@ -156,7 +157,8 @@ class Driver:
     # What follows runs in the thread.
 
     def open_unit(self) -> Unit:
-        """A new UCX worker; takes about 20 ms."""
+        """A new UCX worker; takes about 20 ms. Raises TransportError without room for one."""
+        check_left(PEER_DESCRIPTORS)
         unit = Unit(self.library.api.UCXWorker(self._context))
         unit.worker.init_blocking_progress_mode()
         self._poller.register(unit.worker.epoll_file_descriptor, select.EPOLLIN)

@@ -174,8 +174,9 @@ class UcxTransport(Transport):
         def run() -> None:
             try:
                 value = command()
-            except (self._library.error, RuntimeError) as error:
-                text = f"UCX: {type(error).__name__}: {error}"
+            except (self._library.error, RuntimeError, TransportError) as error:
+                ours = isinstance(error, TransportError)
+                text = str(error) if ours else f"UCX: {type(error).__name__}: {error}"
                 self._driver.deliver(lambda: _fail(future, text))
             else:
                 self._driver.answer(future, value)

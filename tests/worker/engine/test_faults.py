@@ -7,14 +7,16 @@ import threading
 import pytest
 
 from tests.support.sim_engines import (
+    VOCAB,
     SimWorld,
     WorkerShape,
     expected,
     generate,
     prefill,
 )
-from transfer.agent_events import GrantReceived, SessionEnded
+from transfer.agent_events import GrantReceived, HandoffReceived, SessionEnded
 from transfer.identity import Incarnation
+from transfer.messages import ChoiceHandoff, HandoffData
 from transfer.outcome import Outcome
 from worker.inbox import FrontEndCommand, FrontEndJoined, FrontEndLost, Inbox, Shutdown
 from worker.messages import Cancel
@@ -116,6 +118,21 @@ def test_a_grant_of_the_wrong_worker_is_not_taken() -> None:
     world.drain()
     assert context.executor.batches == []
     assert world.ended(context, "context", "r").outcome == "failed"
+
+
+@pytest.mark.parametrize("tokens", [(VOCAB,), (1, 1), ()])
+def test_first_tokens_that_are_none_end_their_request_alone(tokens: tuple[int, ...]) -> None:
+    """The model would look them up, and end the worker."""
+    world = moving_pair()
+    _, generation = world.workers
+    other = [5, 6, 7]
+    world.send(generation, generate("other", other))
+    choices = tuple(ChoiceHandoff(token=token) for token in tokens)
+    generation.hear(HandoffReceived("r", HandoffData(choices=choices, cached_tokens=0)))
+    world.drain()
+    ended = world.ended(generation, "generation", "r")
+    assert (ended.outcome, ended.code) == ("failed", "bad_handoff")
+    assert world.choices["other", 0].tokens == expected(other)
 
 
 def test_a_request_whose_old_transfer_is_still_ending_may_be_tried_again_later() -> None:
