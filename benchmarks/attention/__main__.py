@@ -33,13 +33,13 @@ MATMUL_SIDE: Final = {"cuda": 8192, "cpu": 64}
 SWEPT: Final = ("decode 1 x 4k", "decode 64 x 4k", "decode 64 x 4k, fp8", "prefill 8k")
 DECODE_TILINGS: Final = [
     (Tiling(1, keys, warps, stages), splits)
-    for keys, warps, stages in ((32, 2, 4), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3))
+    for keys, warps, stages in ((32, 4, 5), (64, 4, 3), (64, 4, 5), (64, 4, 7), (128, 4, 3))
     for splits in (4, 16, 64)
 ]
 PREFILL_TILINGS: Final = [
     Tiling(queries, keys, warps, stages)
     for queries, keys, warps in ((128, 64, 8), (128, 64, 4), (128, 128, 8), (64, 64, 4))
-    for stages in (2, 3, 4)
+    for stages in (3, 5)
 ]
 
 
