@@ -2,7 +2,7 @@
 over the pages.
 
 The runner registers this function once, loads models with ``attn_implementation=PAGED`` and passes
-``paged=StepContext`` to the forward call; transformers hands extra keyword arguments through to
+``paged=AttentionStep`` to the forward call; transformers hands extra keyword arguments through to
 every layer. All sequences lie in one row ``[1, T]``, no mask is made by transformers. One layer
 costs one write of keys, one of values, and per decode bucket or prefill span one gather into a
 reused buffer and one scaled_dot_product_attention.
@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+from typing_extensions import override
 
 from worker.model.errors import AttentionInputError
 from worker.model.step import DecodeBucket, GroupStep, PrefillSpan
@@ -94,15 +95,41 @@ class Scoring:
     softcap: float | None
 
 
+class AttentionStep(Protocol):
+    """One step of one attention backend, as a model's layers see it."""
+
+    def attend(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key_value: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """Store the new rows of layer ``index`` and attend: see :func:`attend`."""
+        ...
+
+
 @dataclass(frozen=True)
-class StepContext:
-    """Everything the layers of one step share."""
+class StepContext(AttentionStep):
+    """Everything the layers of one step of the ``torch`` backend share."""
 
     layers: tuple[LayerPages, ...]
     """By the model's layer index."""
     groups: tuple[GroupStep, ...]
     num_rows: int
     scratch: Scratch
+
+    @override
+    def attend(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key_value: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        return attend(self, index, query, key_value, scale, softcap)
 
 
 def attend(
@@ -149,7 +176,7 @@ def paged_attention(  # noqa: PLR0913  # transformers fixes the signature
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged: StepContext,
+    paged: AttentionStep,
     scaling: float | None = None,
     softcap: float | None = None,
     **_unused: Any,
@@ -170,7 +197,7 @@ def paged_attention(  # noqa: PLR0913  # transformers fixes the signature
     index: int = module.layer_idx  # type: ignore[assignment]  # every attention module has one
     rows = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    found = attend(paged, index, query[0].transpose(0, 1), rows, scale, softcap)
+    found = paged.attend(index, query[0].transpose(0, 1), rows, scale, softcap)
     return found.unsqueeze(0), None
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import rms_norm
 
-from worker.model.attention import StepContext, attend
+from worker.model.attention import AttentionStep
 from worker.model.families import ModelFacts
 from worker.model.products import Product, fused
 from worker.model.rank_sum import RankSum, summed
@@ -61,7 +61,7 @@ class FusedDecoder:
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        context: StepContext,
+        context: AttentionStep,
         rows: torch.Tensor,
     ) -> torch.Tensor:
         """Hidden states of ``rows`` after the last layer and the final norm: ``[len(rows),
@@ -87,7 +87,7 @@ class FusedDecoder:
         layer: FusedLayer,
         hidden: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
-        context: StepContext,
+        context: AttentionStep,
     ) -> torch.Tensor:
         """Store the rows' keys and values and attend: ``[T, num_heads * head_dim]``."""
         facts = self._facts
@@ -101,8 +101,7 @@ class FusedDecoder:
         cos, signed_sin = rotary
         rolled = query_key.roll(dim // 2, -1)
         torch.addcmul(query_key * cos, rolled, signed_sin, out=query_key)
-        return attend(
-            context,
+        return context.attend(
             layer.index,
             heads[:, : facts.num_heads],
             heads[:, facts.num_heads :].unflatten(1, (2, kv_heads)),

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from typing_extensions import override
 
-from worker.model.attention import StepContext
+from worker.model.attention import AttentionStep
 from worker.model.fused import FUSED_FAMILIES, FusedDecoder
 from worker.model.loader import LoadedModel
 from worker.model.products import head
@@ -26,7 +26,7 @@ class Network(Protocol):
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        context: StepContext,
+        context: AttentionStep,
         rows: torch.Tensor,
     ) -> torch.Tensor: ...
 
@@ -52,7 +52,7 @@ class PlainModel(Network):
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        context: StepContext,
+        context: AttentionStep,
         rows: torch.Tensor,
     ) -> torch.Tensor:
         arguments = {
@@ -91,7 +91,7 @@ class FusedModel(Network):
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        context: StepContext,
+        context: AttentionStep,
         rows: torch.Tensor,
     ) -> torch.Tensor:
         return self._head(self._decoder(tokens, positions, context, rows)).float()

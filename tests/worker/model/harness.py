@@ -13,6 +13,7 @@ from kvcache_core.arithmetic import ceil_div
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.storage import TorchStorage
 from worker.config import ElementType
+from worker.model.backend import BackendMaker, backend_of
 from worker.model.loader import load_model
 from worker.model.runner import ModelRunner, SequenceSlice
 
@@ -33,6 +34,7 @@ class PagedModel:
         seed: int = 0,
         device: str = "cpu",
         dtype: ElementType = "float32",
+        backend: BackendMaker = backend_of,
     ) -> None:
         self.loaded = load_model(path, device=device, dtype=dtype)
         self.plan = LayoutPlan.derive(self.loaded.specs, tokens_per_block=tokens_per_block)
@@ -40,7 +42,7 @@ class PagedModel:
         for group in self.plan.pool_groups:
             for pool in range(len(group.slot_bytes)):
                 storage.pool_bytes(group.id, pool).fill_(0xFF)  # NaN in every float type
-        self.runner = ModelRunner(self.loaded, self.plan, storage)
+        self.runner = ModelRunner(self.loaded, self.plan, storage, backend=backend)
         random = np.random.default_rng(seed)
         self._free = {g.id: list(random.permutation(slots)) for g in self.plan.pool_groups}
         self._tables: dict[str, list[list[int]]] = {}
