@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -19,6 +20,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Read by torch when it is imported. Threads that wait for each other in every operation are
     # slower than one where another process of the suite has the second core.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if not Path("/dev/nvidiactl").exists():
+    # Read when triton is imported, which torch may do: the CPU runs kernels, a program at a time.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # An example that is slow because another process has the core is not wrong.
 hypothesis.settings.register_profile("suite", deadline=None)

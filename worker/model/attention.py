@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -64,6 +64,7 @@ class LayerPages:
                 f"got {list(pages.shape)}"
             )
         self.group = group
+        self.pages = pages
         self.dtype = pages.dtype
         self.device = pages.device
         _, _, self.num_kv_heads, self.tokens_per_block, self.head_dim = pages.shape
@@ -72,9 +73,11 @@ class LayerPages:
         self.by_head = pages.permute(1, 2, 0, 3, 4)
         """``[2, num_kv_heads, num_slots, tokens_per_block, head_dim]``"""
 
-    def write(self, step: GroupStep, rows: torch.Tensor) -> None:
-        """Store the batch's new rows: keys and values ``[T, 2, num_kv_heads, head_dim]``."""
-        self.by_token.index_put_((step.write_slots, step.write_offsets), rows)
+    def write(self, slots: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor) -> None:
+        """Store new keys and values ``[T, 2, num_kv_heads, head_dim]``, row t in ``slots[t],
+        offsets[t]`` (int64).
+        """
+        self.by_token.index_put_((slots, offsets), rows)
 
     def gather(self, slots: torch.Tensor, scratch: Scratch) -> torch.Tensor:
         """Copy of the pages of ``slots``: ``[2, num_kv_heads, len(slots), tokens_per_block,
@@ -95,6 +98,29 @@ class Scoring:
 
 
 @dataclass(frozen=True)
+class Target:
+    """Where a layer stores the keys and values of a batch: row t in ``slots[t], offsets[t]``."""
+
+    layer: LayerPages
+    slots: torch.Tensor
+    offsets: torch.Tensor
+
+
+class LayerContext(Protocol):
+    """What decoder layers need from the step that they belong to."""
+
+    def target(self, index: int) -> Target:
+        """Where layer ``index`` stores the batch's keys and values."""
+
+    def attend_stored(
+        self, index: int, query: torch.Tensor, key_value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Attention of layer ``index`` once ``key_value`` is in the pages: ``[T, heads,
+        head_dim]``, contiguous.
+        """
+
+
+@dataclass(frozen=True)
 class StepContext:
     """Everything the layers of one step share."""
 
@@ -103,6 +129,18 @@ class StepContext:
     groups: tuple[GroupStep, ...]
     num_rows: int
     scratch: Scratch
+
+    def target(self, index: int) -> Target:
+        """Where layer ``index`` stores the batch's keys and values."""
+        layer = self.layers[index]
+        step = self.groups[layer.group]
+        return Target(layer, step.write_slots, step.write_offsets)
+
+    def attend_stored(
+        self, index: int, query: torch.Tensor, key_value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """See :func:`attend_stored`."""
+        return attend_stored(self, index, query, key_value, Scoring(scale, None))
 
 
 def attend(
@@ -121,11 +159,23 @@ def attend(
     Raises:
         AttentionInputError: device, dtype, layout or length of the arguments do not fit the pages.
     """
+    target = context.target(index)
+    check_rows(target.layer, context.num_rows, query, key_value)
+    target.layer.write(target.slots, target.offsets, key_value)
+    return attend_stored(context, index, query, key_value, Scoring(scale, softcap))
+
+
+def attend_stored(
+    context: StepContext,
+    index: int,
+    query: torch.Tensor,
+    key_value: torch.Tensor,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """The second half of :func:`attend`, for rows that are in the pages."""
     layer = context.layers[index]
     check_rows(layer, context.num_rows, query, key_value)
     step = context.groups[layer.group]
-    scoring = Scoring(scale, softcap)
-    layer.write(step, key_value)
     # [T, kv_heads, heads per kv head, head_dim]
     queries = query.unflatten(1, (layer.num_kv_heads, -1))
     output = torch.empty(queries.shape, dtype=query.dtype, device=query.device)

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from typing_extensions import override
 
-from worker.model.attention import StepContext
-from worker.model.fused import FUSED_FAMILIES, FusedDecoder
+from worker.model.attention import LayerContext, StepContext
+from worker.model.fused import FUSED_FAMILIES, TORCH_PARTS, FusedDecoder, LayerParts
 from worker.model.loader import LoadedModel
 from worker.model.products import head
 
@@ -66,16 +66,17 @@ class PlainModel(Network):
 class FusedModel(Network):
     """Fused layers, which take the module's weights over."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
-        self._decoder = FusedDecoder(loaded.module, loaded.facts)
-        self._head = head(loaded.module.get_output_embeddings())
+    def __init__(self, loaded: LoadedModel, parts: LayerParts = TORCH_PARTS) -> None:
+        self._decoder = FusedDecoder(loaded.module, loaded.facts, parts)
+        self._head = head(loaded.module.get_output_embeddings(), parts.product)
 
     @override
     def __call__(
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        context: StepContext,
+        context: LayerContext,
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        return self._head(self._decoder(tokens, positions, context, rows)).float()
+        hidden = self._decoder(tokens, positions, context, rows)
+        return self._head.normed(hidden, self._decoder.norm).float()
