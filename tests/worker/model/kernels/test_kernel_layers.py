@@ -1,4 +1,4 @@
-"""Whole models of the fused families by kernels, in Triton's interpreter, against transformers."""
+"""Models with biases and windows, or norms of heads, by kernels against transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.storage import TorchStorage
-from worker.model.fused import FUSED_FAMILIES
 from worker.model.loader import load_model
 from worker.model.networks import FusedModel
 from worker.model.products import RowNorm
@@ -23,7 +22,7 @@ kernel_layers: Any = pytest.importorskip("worker.model.kernel_layers", exc_type=
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize("family", sorted(FUSED_FAMILIES))
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_logits(
     tiny_model: Callable[[str], Path], reference: Callable[[Path], Any], family: str
 ) -> None:
@@ -32,11 +31,11 @@ def test_logits(
     storage = TorchStorage(plan, [16] * len(plan.pool_groups), loaded.device)
     network = FusedModel(loaded, kernel_layers.KERNEL_PARTS)
     runner = ModelRunner(loaded, plan, storage, network)
-    tokens = np.random.default_rng(3).integers(0, 256, 45).astype(np.int32)
+    tokens = np.random.default_rng(3).integers(0, 256, 36).astype(np.int32)
     tables = tuple(np.arange(6, dtype=np.int32) + 6 * i for i in range(len(plan.layer_groups)))
     with torch.inference_mode():
         expected = reference(tiny_model(family))(torch.from_numpy(tokens)[None].long()).logits[0]
-    for start, end in ((0, 40), (40, 44), (44, 45)):
+    for start, end in ((0, 33), (33, 35), (35, 36)):
         piece = SequenceSlice(tokens[start:end], start, tables, wants_logits=True)
         found = runner.forward([piece])[0].cpu()
         torch.testing.assert_close(found, expected[end - 1], atol=2e-3, rtol=0)
@@ -55,14 +54,16 @@ def test_every_number_of_rows(num_rows: int, dtype: torch.dtype) -> None:
     entered = rms_norm(rows, (16,), scale, 1e-3)
     plain, normed = linear(rows, weight, bias), linear(entered, weight, bias)
     norm = RowNorm(scale, 1e-3)
-    limits = (
-        {"atol": 5e-2, "rtol": 5e-2} if dtype == torch.float16 else {"atol": 1e-4, "rtol": 1e-4}
-    )
-    torch.testing.assert_close(found(rows), plain, **limits)
-    torch.testing.assert_close(found.added_to(residual, rows), residual + plain, **limits)
-    torch.testing.assert_close(found.normed(rows, norm), normed, **limits)
+    limit = 5e-2 if dtype == torch.float16 else 1e-4
+
+    def check(got: torch.Tensor, wanted: torch.Tensor) -> None:
+        torch.testing.assert_close(got, wanted, atol=limit, rtol=limit)
+
+    check(found(rows), plain)
+    check(found.added_to(residual, rows), residual + plain)
+    check(found.normed(rows, norm), normed)
     gated = silu(normed[:, :6]) * normed[:, 6:]
-    torch.testing.assert_close(found.gated(rows, norm, silu), gated, **limits)
+    check(found.gated(rows, norm, silu), gated)
 
 
 def test_large_float16_rows_stay_finite() -> None:
