@@ -1,0 +1,193 @@
+"""What attention kernels must know about a step, as int32 numbers in one vector: one upload a step.
+
+All layers of all layer groups read views of that vector. Its layout follows from a
+:class:`MetadataShape` alone, so a captured graph may hold one device vector and have it overwritten
+in place. Sequences that pad a batch have length 0, no blocks and rows whose writes go nowhere
+(slot -1); kernels neither read nor write for them.
+
+    shared     starts, lengths [sequences], first_rows [sequences + 1],
+               tile_sequences, tile_offsets [tiles]
+    a group    block_table [sequences, width], write_slots, write_offsets [rows]
+
+Decodes come first: sequence i < ``decodes`` has exactly row i. Prefills follow, ragged, cut into
+tiles of at most TILE_TOKENS queries, those that see most first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+import torch
+
+from kvcache_core.arithmetic import ceil_div
+from worker.model.errors import AttentionInputError
+from worker.model.step import GroupGeometry, Ints, SequenceSlice
+
+TILE_TOKENS: Final = 128
+"""Queries of one sequence in a prefill tile. Kernels with smaller tiles cut it further."""
+ALIGNMENT: Final = 4
+"""Numbers to which every part is aligned: 16 bytes."""
+
+
+@dataclass(frozen=True)
+class MetadataShape:
+    """How much of everything there is; what a captured graph is keyed by.
+
+    ``widths``: blocks in the block table of each layer group.
+    """
+
+    decodes: int
+    sequences: int
+    rows: int
+    tiles: int
+    widths: tuple[int, ...]
+
+    @classmethod
+    def for_decode(cls, sequences: int, widths: Sequence[int]) -> MetadataShape:
+        """A decode batch of up to ``sequences`` sequences, padded."""
+        return cls(sequences, sequences, sequences, 0, tuple(widths))
+
+    @classmethod
+    def of(
+        cls, pieces: Sequence[SequenceSlice], geometries: Sequence[GroupGeometry]
+    ) -> MetadataShape:
+        """Exactly this batch (decodes first, as in :func:`worker.model.step.order`)."""
+        counts = [len(piece.tokens) for piece in pieces]
+        decodes = sum(count == 1 for count in counts)
+        return cls(
+            decodes=decodes,
+            sequences=len(pieces),
+            rows=sum(counts),
+            tiles=sum(ceil_div(count, TILE_TOKENS) for count in counts[decodes:]),
+            widths=tuple(
+                max(ceil_div(piece.end, geometry.tokens_per_block) for piece in pieces)
+                for geometry in geometries
+            ),
+        )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers in each part, in the vector's order."""
+        shared = (self.sequences, self.sequences, self.sequences + 1, self.tiles, self.tiles)
+        groups = [(self.sequences * width, self.rows, self.rows) for width in self.widths]
+        return (*shared, *(size for group in groups for size in group))
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """First number of each part, and the vector's length at the end."""
+        found = [0]
+        for size in self.sizes:
+            found.append(found[-1] + ceil_div(size, ALIGNMENT) * ALIGNMENT)
+        return tuple(found)
+
+    @property
+    def total(self) -> int:
+        """int32 numbers in the vector."""
+        return self.offsets[-1]
+
+
+@dataclass(frozen=True)
+class GroupMetadata:
+    """What one layer group adds: int32 ``[sequences, width]``, ``[rows]`` and ``[rows]``."""
+
+    block_table: torch.Tensor
+    write_slots: torch.Tensor
+    write_offsets: torch.Tensor
+
+
+class StepMetadata:
+    """Views of one int32 vector ``[shape.total]`` on the pages' device; owns nothing."""
+
+    def __init__(self, shape: MetadataShape, vector: torch.Tensor) -> None:
+        """Raises AttentionInputError: the vector is not int32, contiguous and of that length."""
+        if (
+            vector.dtype != torch.int32
+            or vector.shape != (shape.total,)
+            or not vector.is_contiguous()
+        ):
+            raise AttentionInputError(
+                f"expected step metadata as contiguous int32 [{shape.total}], got {vector.dtype} "
+                f"{list(vector.shape)}"
+            )
+        begins = shape.offsets[:-1]
+        parts = [
+            vector[begin : begin + size] for begin, size in zip(begins, shape.sizes, strict=True)
+        ]
+        self.shape = shape
+        self.vector = vector
+        self.starts, self.lengths, self.first_rows = parts[:3]
+        self.tile_sequences, self.tile_offsets = parts[3:5]
+        self.groups = tuple(
+            GroupMetadata(parts[at].view(shape.sequences, width), parts[at + 1], parts[at + 2])
+            for at, width in zip(range(5, len(parts), 3), shape.widths, strict=True)
+        )
+
+
+def describe_step(
+    pieces: Sequence[SequenceSlice], geometries: Sequence[GroupGeometry], shape: MetadataShape
+) -> Ints:
+    """The vector of a checked batch in flat order, padded to ``shape``: int32 ``[shape.total]``.
+
+    Raises:
+        AttentionInputError: the batch does not fit the shape.
+    """
+    exact = MetadataShape.of(pieces, geometries)
+    limits = zip(
+        (exact.sequences, exact.rows, exact.tiles, *exact.widths),
+        (shape.sequences, shape.rows, shape.tiles, *shape.widths),
+        strict=True,
+    )
+    pads = exact.sequences < shape.sequences or exact.rows < shape.rows
+    if any(have > most for have, most in limits) or (
+        exact.decodes != exact.sequences if pads else exact.decodes != shape.decodes
+    ):
+        raise AttentionInputError(
+            f"expected a batch that fits {shape} (padded ones decode only), got {exact}"
+        )
+    vector = np.zeros(shape.total, np.int32)
+    parts = [
+        vector[begin : begin + size]
+        for begin, size in zip(shape.offsets[:-1], shape.sizes, strict=True)
+    ]
+    starts, lengths, first_rows, tile_sequences, tile_offsets = parts[:5]
+    counts = np.array([len(piece.tokens) for piece in pieces], np.int32)
+    count = len(pieces)
+    starts[:count] = [piece.start for piece in pieces]
+    lengths[:count] = starts[:count] + counts
+    # A padding sequence has a row of its own too, so that decode row i is sequence i.
+    first_rows[1:] = np.arange(1, shape.sequences + 1)
+    first_rows[1 : count + 1] = np.cumsum(counts)
+    _fill_tiles(pieces, exact.decodes, tile_sequences, tile_offsets)
+    positions = np.concatenate([np.arange(piece.start, piece.end) for piece in pieces])
+    for group, geometry in enumerate(geometries):
+        table, slots, offsets = parts[5 + 3 * group : 8 + 3 * group]
+        by_sequence = table.reshape(shape.sequences, shape.widths[group])
+        by_sequence[:] = -1
+        slots[:] = -1
+        ordinals = positions // geometry.tokens_per_block
+        for i, (piece, (begin, end)) in enumerate(
+            zip(pieces, pairwise(first_rows[: count + 1].tolist()), strict=True)
+        ):
+            used = piece.block_tables[group][: ceil_div(piece.end, geometry.tokens_per_block)]
+            by_sequence[i, : len(used)] = used
+            slots[begin:end] = used[ordinals[begin:end]]
+        offsets[: exact.rows] = positions - ordinals * geometry.tokens_per_block
+    return vector
+
+
+def _fill_tiles(
+    pieces: Sequence[SequenceSlice], decodes: int, sequences: Ints, offsets: Ints
+) -> None:
+    """Longest work first: tiles that start late would otherwise end the launch alone."""
+    tiles = [
+        (piece.start + begin, i, begin)
+        for i, piece in enumerate(pieces[decodes:], decodes)
+        for begin in range(0, len(piece.tokens), TILE_TOKENS)
+    ]
+    tiles.sort(key=lambda tile: (-tile[0], tile[1]))
+    sequences[:] = [tile[1] for tile in tiles]
+    offsets[:] = [tile[2] for tile in tiles]
