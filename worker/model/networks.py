@@ -29,6 +29,18 @@ class Network(Protocol):
     ) -> torch.Tensor: ...
 
 
+class LayerNetwork(Protocol):
+    """A network that asks no more of a step than its layers do."""
+
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        context: LayerContext,
+        rows: torch.Tensor,
+    ) -> torch.Tensor: ...
+
+
 def network_of(loaded: LoadedModel) -> Network:
     """The faster way that this model's family has."""
     if loaded.facts.family in FUSED_FAMILIES:

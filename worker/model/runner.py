@@ -8,7 +8,7 @@ new token are in the pages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -17,10 +17,21 @@ from kvcache_core.layout import LayoutPlan
 from kvcache_core.spec import KVCacheLayerSpec
 from kvcache_core.storage import TorchStorage
 from worker.model.attention import LayerPages, Scratch, StepContext
+from worker.model.decode import DecodeRunner, Decoding
 from worker.model.errors import AttentionInputError
 from worker.model.loader import LoadedModel
 from worker.model.networks import Network, network_of
-from worker.model.step import GroupGeometry, SequenceSlice, check_batch, order, plan_group
+from worker.model.step import (
+    GroupGeometry,
+    SequenceSlice,
+    begun_slots,
+    check_batch,
+    order,
+    plan_group,
+)
+
+MakeDecoding = Callable[[tuple[LayerPages, ...], tuple[GroupGeometry, ...]], Decoding]
+"""How decode steps run, once pages and their geometry are known."""
 
 __all__ = ["ModelRunner", "SequenceSlice"]
 
@@ -39,8 +50,12 @@ class ModelRunner:
         plan: LayoutPlan,
         storage: TorchStorage,
         network: Network | None = None,
+        decoding: MakeDecoding | None = None,
     ) -> None:
-        """Without a ``network`` the family's fastest one is made, which takes the weights over."""
+        """Without a ``network`` the family's fastest one is made, which takes the weights over.
+
+        With ``decoding`` batches of single tokens go through a :class:`DecodeRunner` of their own.
+        """
         self._loaded = loaded
         self._plan = plan
         self._storage = storage
@@ -57,6 +72,10 @@ class ModelRunner:
         )
         self._network = network_of(loaded) if network is None else network
         self._scratch = Scratch(torch.empty(0, dtype=loaded.dtype, device=loaded.device))
+        self._decode: DecodeRunner | None = None
+        if decoding is not None:
+            made = decoding(self._layers, self._geometries)
+            self._decode = DecodeRunner(self._layers, self._geometries, made)
 
     def _geometry(self, group: int, layer_id: int) -> GroupGeometry:
         spec = next(spec for spec in self._plan.specs if spec.layer_id == layer_id)
@@ -68,6 +87,9 @@ class ModelRunner:
             num_slots=len(self._storage.pool_bytes(pool_group, 0)),
             block_bytes=spec.bytes_per_token * self._plan.tokens_per_block,
         )
+
+    def _numbered(self) -> enumerate[GroupGeometry]:
+        return enumerate(self._geometries)
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[SequenceSlice]) -> torch.Tensor:
@@ -82,13 +104,15 @@ class ModelRunner:
                 computed.
         """
         check_batch(batch, self._geometries)
+        if self._decode is not None and self._decode.accepts(batch):
+            self._clear_fresh([begun_slots(batch, g, part) for g, part in self._numbered()])
+            return self._decode.forward(batch)
         flat = order(batch)
         pieces = [batch[index] for index in flat]
         device = self._loaded.device
         like = torch.empty(0, dtype=self._loaded.dtype, device=device)
         groups = tuple(
-            plan_group(pieces, group, geometry, like)
-            for group, geometry in enumerate(self._geometries)
+            plan_group(pieces, group, geometry, like) for group, geometry in self._numbered()
         )
         self._clear_fresh([step.fresh_slots for step in groups])
         tokens = np.concatenate([piece.tokens for piece in pieces])
