@@ -6,40 +6,19 @@ import time
 
 import numpy as np
 import torch
-from typing_extensions import override
 
 from benchmarks.engine.shape import TOKENS_PER_BLOCK
 from benchmarks.engine.timing import seconds, wait
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.storage import TorchStorage
-from worker.model.attention import LayerPages
+from worker.model.backend import PagedLayers
 from worker.model.capture import CUDAGraphs, RunEachTime
-from worker.model.decode import BUCKETS, DecodeAttention, DecodeLimits, Decoding
-from worker.model.decode_reference import ReferenceDecode
+from worker.model.decode import BUCKETS, DecodeLimits, DecodeRunner, Decoding
 from worker.model.kernel_layers import KERNEL_PARTS
 from worker.model.loader import LoadedModel
 from worker.model.networks import FusedModel
 from worker.model.runner import ModelRunner, SequenceSlice
-from worker.model.step import GroupGeometry
-from worker.model.step_metadata import StepMetadata
-from worker.model.triton_attention import KernelPages, read
-
-
-class KernelDecode(DecodeAttention):
-    """Our Triton kernels over the pages."""
-
-    def __init__(
-        self, layers: tuple[LayerPages, ...], geometries: tuple[GroupGeometry, ...]
-    ) -> None:
-        self._layers = tuple(
-            KernelPages(layer.pages, layer.group, geometries[layer.group]) for layer in layers
-        )
-
-    @override
-    def read(
-        self, metadata: StepMetadata, index: int, query: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        return read(self._layers[index], metadata, query, scale)
+from worker.model.triton_backend import TritonBackend
 
 
 def make_runner(
@@ -49,12 +28,13 @@ def make_runner(
     network = FusedModel(loaded, KERNEL_PARTS)
     on_cuda = loaded.device.type == "cuda"
 
-    def decoding(layers: tuple[LayerPages, ...], geometries: tuple[GroupGeometry, ...]) -> Decoding:
-        attention = (KernelDecode if on_cuda else ReferenceDecode)(layers, geometries)
+    def decoding(layers: PagedLayers) -> DecodeRunner:
         capture = CUDAGraphs(loaded.device) if on_cuda else RunEachTime()
-        return Decoding(network, attention, capture, DecodeLimits(BUCKETS, max_sequence_tokens))
+        limits = DecodeLimits(BUCKETS, max_sequence_tokens)
+        made = Decoding(network, TritonBackend(layers).over, capture, limits)
+        return DecodeRunner(layers.geometries, loaded.device, made)
 
-    return ModelRunner(loaded, plan, storage, network, decoding)
+    return ModelRunner(loaded, plan, storage, network, TritonBackend, decoding)
 
 
 class Steps:

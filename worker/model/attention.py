@@ -2,7 +2,7 @@
 over the pages.
 
 The runner registers this function once, loads models with ``attn_implementation=PAGED`` and passes
-``paged=StepContext`` to the forward call; transformers hands extra keyword arguments through to
+``paged=AttentionStep`` to the forward call; transformers hands extra keyword arguments through to
 every layer. All sequences lie in one row ``[1, T]``, no mask is made by transformers. One layer
 costs one write of keys, one of values, and per decode bucket or prefill span one gather into a
 reused buffer and one scaled_dot_product_attention.
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+from typing_extensions import override
 
 from worker.model.errors import AttentionInputError
 from worker.model.step import DecodeBucket, GroupStep, PrefillSpan
@@ -73,11 +74,9 @@ class LayerPages:
         self.by_head = pages.permute(1, 2, 0, 3, 4)
         """``[2, num_kv_heads, num_slots, tokens_per_block, head_dim]``"""
 
-    def write(self, slots: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor) -> None:
-        """Store new keys and values ``[T, 2, num_kv_heads, head_dim]``, row t in ``slots[t],
-        offsets[t]`` (int64).
-        """
-        self.by_token.index_put_((slots, offsets), rows)
+    def write(self, step: GroupStep, rows: torch.Tensor) -> None:
+        """Store the batch's new rows: keys and values ``[T, 2, num_kv_heads, head_dim]``."""
+        self.by_token.index_put_((step.write_slots, step.write_offsets), rows)
 
     def gather(self, slots: torch.Tensor, scratch: Scratch) -> torch.Tensor:
         """Copy of the pages of ``slots``: ``[2, num_kv_heads, len(slots), tokens_per_block,
@@ -99,30 +98,43 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a layer stores the keys and values of a batch: row t in ``slots[t], offsets[t]``."""
+    """Where a layer stores the keys and values of a batch: row t in ``slots[t], offsets[t]`` of
+    ``pages`` ``[num_slots, 2, num_kv_heads, tokens_per_block, head_dim]``.
+    """
 
-    layer: LayerPages
+    pages: torch.Tensor
     slots: torch.Tensor
     offsets: torch.Tensor
 
 
-class LayerContext(Protocol):
-    """What decoder layers need from the step that they belong to."""
+class AttentionStep(Protocol):
+    """One step of one attention backend, as a model's layers see it."""
+
+    def attend(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key_value: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """Store the new rows of layer ``index`` and attend: see :func:`attend`."""
+        ...
 
     def target(self, index: int) -> Target:
-        """Where layer ``index`` stores the batch's keys and values."""
+        """Where the new rows of layer ``index`` go, for a kernel that stores them itself."""
+        ...
 
     def attend_stored(
         self, index: int, query: torch.Tensor, key_value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Attention of layer ``index`` once ``key_value`` is in the pages: ``[T, heads,
-        head_dim]``, contiguous.
-        """
+        """:meth:`attend` once the rows are in the pages."""
+        ...
 
 
 @dataclass(frozen=True)
-class StepContext:
-    """Everything the layers of one step share."""
+class StepContext(AttentionStep):
+    """Everything the layers of one step of the ``torch`` backend share."""
 
     layers: tuple[LayerPages, ...]
     """By the model's layer index."""
@@ -130,16 +142,27 @@ class StepContext:
     num_rows: int
     scratch: Scratch
 
+    @override
+    def attend(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key_value: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        return attend(self, index, query, key_value, scale, softcap)
+
+    @override
     def target(self, index: int) -> Target:
-        """Where layer ``index`` stores the batch's keys and values."""
         layer = self.layers[index]
         step = self.groups[layer.group]
-        return Target(layer, step.write_slots, step.write_offsets)
+        return Target(layer.pages, step.write_slots, step.write_offsets)
 
+    @override
     def attend_stored(
         self, index: int, query: torch.Tensor, key_value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """See :func:`attend_stored`."""
         return attend_stored(self, index, query, key_value, Scoring(scale, None))
 
 
@@ -159,9 +182,9 @@ def attend(
     Raises:
         AttentionInputError: device, dtype, layout or length of the arguments do not fit the pages.
     """
-    target = context.target(index)
-    check_rows(target.layer, context.num_rows, query, key_value)
-    target.layer.write(target.slots, target.offsets, key_value)
+    layer = context.layers[index]
+    check_rows(layer, context.num_rows, query, key_value)
+    layer.write(context.groups[layer.group], key_value)
     return attend_stored(context, index, query, key_value, Scoring(scale, softcap))
 
 
@@ -199,7 +222,7 @@ def paged_attention(  # noqa: PLR0913  # transformers fixes the signature
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged: StepContext,
+    paged: AttentionStep,
     scaling: float | None = None,
     softcap: float | None = None,
     **_unused: Any,
@@ -220,7 +243,7 @@ def paged_attention(  # noqa: PLR0913  # transformers fixes the signature
     index: int = module.layer_idx  # type: ignore[assignment]  # every attention module has one
     rows = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    found = attend(paged, index, query[0].transpose(0, 1), rows, scale, softcap)
+    found = paged.attend(index, query[0].transpose(0, 1), rows, scale, softcap)
     return found.unsqueeze(0), None
 
 

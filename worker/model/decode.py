@@ -9,18 +9,17 @@ The caller must have the logits of a step, or have waited for the device, before
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import torch
-from typing_extensions import override
 
 from kvcache_core.arithmetic import ceil_div
-from worker.model.attention import LayerContext, LayerPages, Target
+from worker.model.attention import AttentionStep
 from worker.model.capture import Body, Capture
-from worker.model.networks import LayerNetwork
+from worker.model.networks import Network
 from worker.model.step import GroupGeometry, SequenceSlice
 from worker.model.step_metadata import MetadataShape, StepMetadata, describe_step
 
@@ -30,36 +29,8 @@ above. Each is captured when it is first needed.
 """
 
 
-class DecodeAttention(Protocol):
-    """Attention of one row a sequence over pages that hold its keys and values already."""
-
-    def read(
-        self, metadata: StepMetadata, index: int, query: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        """``query`` ``[sequences, heads, head_dim]``, strided; the result has that shape and is
-        contiguous. Rows of padding sequences hold anything finite or not.
-        """
-
-
-@dataclass(frozen=True)
-class DecodeContext(LayerContext):
-    """What layers need, from metadata in fixed memory."""
-
-    layers: tuple[LayerPages, ...]
-    metadata: StepMetadata
-    attention: DecodeAttention
-
-    @override
-    def target(self, index: int) -> Target:
-        layer = self.layers[index]
-        group = self.metadata.groups[layer.group]
-        return Target(layer, group.write_slots, group.write_offsets)
-
-    @override
-    def attend_stored(
-        self, index: int, query: torch.Tensor, key_value: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        return self.attention.read(self.metadata, index, query, scale)
+MakeStep = Callable[[StepMetadata], AttentionStep]
+"""A step of a backend that follows metadata in fixed memory."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +43,12 @@ class DecodeLimits:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How decode steps run apart from mixed ones. The network must place rows whose slots are
-    negative nowhere.
+    """How decode steps run apart from mixed ones. The network and the step must place rows whose
+    slots are negative nowhere.
     """
 
-    network: LayerNetwork
-    attention: DecodeAttention
+    network: Network
+    step: MakeStep
     capture: Capture
     limits: DecodeLimits
 
@@ -97,14 +68,13 @@ class DecodeRunner:
 
     def __init__(
         self,
-        layers: tuple[LayerPages, ...],
         geometries: tuple[GroupGeometry, ...],
+        device: torch.device,
         decoding: Decoding,
     ) -> None:
-        self._layers = layers
         self._geometries = geometries
         self._decoding = decoding
-        self._device = layers[0].device
+        self._device = device
         longest = decoding.limits.max_sequence_tokens
         self._widths = tuple(ceil_div(longest, part.tokens_per_block) for part in geometries)
         self._buckets: dict[int, _Bucket] = {}
@@ -151,9 +121,9 @@ class DecodeRunner:
         metadata = StepMetadata(shape, vector[: shape.total])
         tokens = vector[shape.total :]
         rows = torch.arange(shape.rows, device=self._device)
-        context = DecodeContext(self._layers, metadata, self._decoding.attention)
+        step = self._decoding.step(metadata)
 
         def body() -> torch.Tensor:
-            return self._decoding.network(tokens, metadata.starts, context, rows)
+            return self._decoding.network(tokens, metadata.starts, step, rows)
 
         return _Bucket(shape, host, vector, self._decoding.capture(body))

@@ -14,9 +14,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from worker.model.attention import LayerContext
+from worker.model.attention import AttentionStep
 from worker.model.families import ModelFacts
-from worker.model.heads import Angles, Placing, TorchPlacing
+from worker.model.heads import Angles, HeadRows, Placing, TorchPlacing
 from worker.model.products import MakeProduct, Product, RowNorm, fused, make_product
 
 FUSED_FAMILIES: Final = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -75,7 +75,7 @@ class FusedDecoder:
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        context: LayerContext,
+        context: AttentionStep,
         rows: torch.Tensor,
     ) -> torch.Tensor:
         """Hidden states of ``rows`` after the last layer, before the final norm: ``[len(rows),
@@ -93,19 +93,20 @@ class FusedDecoder:
         return _mixed(last, hidden.index_select(0, rows), found.index_select(0, rows))
 
     def _attended(
-        self, layer: FusedLayer, hidden: torch.Tensor, angles: Angles, context: LayerContext
+        self, layer: FusedLayer, hidden: torch.Tensor, angles: Angles, context: AttentionStep
     ) -> torch.Tensor:
         """Store the rows' keys and values and attend: ``[T, num_heads * head_dim]``."""
         facts = self._facts
         qkv = layer.qkv.normed(hidden, layer.input_norm)
-        heads = qkv.view(len(hidden), -1, facts.head_dim)
-        self._placing(heads, layer.head_norm, angles, context.target(layer.index))
-        return context.attend_stored(
-            layer.index,
-            heads[:, : facts.num_heads],
-            heads[:, facts.num_heads :].unflatten(1, (2, facts.num_kv_heads)),
-            layer.scale,
-        ).flatten(1)
+        rows = HeadRows(
+            layer=layer.index,
+            heads=qkv.view(len(hidden), -1, facts.head_dim),
+            num_query=facts.num_heads,
+            num_kv=facts.num_kv_heads,
+            norm=layer.head_norm,
+            scale=layer.scale,
+        )
+        return self._placing(rows, angles, context).flatten(1)
 
 
 def _mixed(layer: FusedLayer, hidden: torch.Tensor, found: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""What happens to the product of queries, keys and values before attention: norm of each head,
-rotary embedding in place, and the write of new keys and values to the pages.
+"""What happens to the product of queries, keys and values: norm of each head, rotary embedding in
+place, the write of new keys and values to the pages, attention.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import rms_norm
 from typing_extensions import override
 
-from worker.model.attention import Target
+from worker.model.attention import AttentionStep
 
 
 @dataclass(frozen=True)
@@ -22,18 +22,38 @@ class Angles:
     sin: torch.Tensor
 
 
+@dataclass(frozen=True)
+class HeadRows:
+    """``heads`` ``[T, num_query + 2 * num_kv, head_dim]``, contiguous, of layer ``layer``: queries,
+    keys, values. ``norm`` ``[query and key heads, head_dim]`` is there in families that norm heads.
+    """
+
+    layer: int
+    heads: torch.Tensor
+    num_query: int
+    num_kv: int
+    norm: torch.Tensor | None
+    scale: float
+
+    @property
+    def query(self) -> torch.Tensor:
+        """``[T, num_query, head_dim]``"""
+        return self.heads[:, : self.num_query]
+
+    @property
+    def key_value(self) -> torch.Tensor:
+        """``[T, 2, num_kv, head_dim]``"""
+        return self.heads[:, self.num_query :].unflatten(1, (2, self.num_kv))
+
+
 class Placing(Protocol):
     """How heads become what attention reads."""
 
     def angles(self, cos: torch.Tensor, sin: torch.Tensor) -> Angles:
         """From ``[T, head_dim]``, each half of a row like the other."""
 
-    def __call__(
-        self, heads: torch.Tensor, norm: torch.Tensor | None, angles: Angles, target: Target
-    ) -> None:
-        """``heads`` is ``[T, query heads + 2 * kv heads, head_dim]``, contiguous: queries, keys,
-        values. ``norm`` ``[query and key heads, head_dim]`` is there in families that norm heads.
-        """
+    def __call__(self, rows: HeadRows, angles: Angles, step: AttentionStep) -> torch.Tensor:
+        """Norm and rotate in place, store, attend: ``[T, query heads, head_dim]``, contiguous."""
 
 
 class TorchPlacing(Placing):
@@ -50,14 +70,11 @@ class TorchPlacing(Placing):
         return Angles(cos.unsqueeze(1), signed_sin.unsqueeze(1))
 
     @override
-    def __call__(
-        self, heads: torch.Tensor, norm: torch.Tensor | None, angles: Angles, target: Target
-    ) -> None:
-        kv_heads, dim = target.layer.num_kv_heads, heads.shape[2]
-        query_key = heads[:, : heads.shape[1] - kv_heads]
-        if norm is not None:
-            query_key.copy_(rms_norm(query_key, (dim,), None, self._eps) * norm)
+    def __call__(self, rows: HeadRows, angles: Angles, step: AttentionStep) -> torch.Tensor:
+        dim = rows.heads.shape[2]
+        query_key = rows.heads[:, : rows.num_query + rows.num_kv]
+        if rows.norm is not None:
+            query_key.copy_(rms_norm(query_key, (dim,), None, self._eps) * rows.norm)
         rolled = query_key.roll(dim // 2, -1)
         torch.addcmul(query_key * angles.cos, rolled, angles.sin, out=query_key)
-        rows = heads[:, heads.shape[1] - 2 * kv_heads :].unflatten(1, (2, kv_heads))
-        target.layer.write(target.slots, target.offsets, rows)
+        return step.attend(rows.layer, rows.query, rows.key_value, rows.scale)

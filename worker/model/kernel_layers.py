@@ -12,9 +12,9 @@ import torch
 from torch.nn.functional import linear
 from typing_extensions import override
 
-from worker.model.attention import Target
+from worker.model.attention import AttentionStep
 from worker.model.fused import LayerParts
-from worker.model.heads import Angles, Placing
+from worker.model.heads import Angles, HeadRows, Placing
 from worker.model.kernels.activation import silu_product
 from worker.model.kernels.rotary import HeadNorm, Places, Rotary, rotate_and_store
 from worker.model.kernels.skinny import MOST_ROWS, Matrix, Norm, gated_product, product
@@ -68,16 +68,16 @@ class KernelPlacing(Placing):
         return Angles(cos, sin)
 
     @override
-    def __call__(
-        self, heads: torch.Tensor, norm: torch.Tensor | None, angles: Angles, target: Target
-    ) -> None:
+    def __call__(self, rows: HeadRows, angles: Angles, step: AttentionStep) -> torch.Tensor:
+        target = step.target(rows.layer)
         rotate_and_store(
-            heads,
+            rows.heads,
             Rotary(angles.cos, angles.sin),
-            None if norm is None else HeadNorm(norm, self._eps),
+            None if rows.norm is None else HeadNorm(rows.norm, self._eps),
             Places(target.slots, target.offsets),
-            target.layer.pages,
+            target.pages,
         )
+        return step.attend_stored(rows.layer, rows.query, rows.key_value, rows.scale)
 
 
 KERNEL_PARTS: Final = LayerParts(KernelProduct, KernelPlacing)

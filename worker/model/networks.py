@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from typing_extensions import override
 
-from worker.model.attention import LayerContext, StepContext
+from worker.model.attention import AttentionStep
 from worker.model.fused import FUSED_FAMILIES, TORCH_PARTS, FusedDecoder, LayerParts
 from worker.model.loader import LoadedModel
 from worker.model.products import head
@@ -24,19 +24,7 @@ class Network(Protocol):
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        context: StepContext,
-        rows: torch.Tensor,
-    ) -> torch.Tensor: ...
-
-
-class LayerNetwork(Protocol):
-    """A network that asks no more of a step than its layers do."""
-
-    def __call__(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        context: LayerContext,
+        context: AttentionStep,
         rows: torch.Tensor,
     ) -> torch.Tensor: ...
 
@@ -60,7 +48,7 @@ class PlainModel(Network):
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        context: StepContext,
+        context: AttentionStep,
         rows: torch.Tensor,
     ) -> torch.Tensor:
         arguments = {
@@ -87,7 +75,7 @@ class FusedModel(Network):
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        context: LayerContext,
+        context: AttentionStep,
         rows: torch.Tensor,
     ) -> torch.Tensor:
         hidden = self._decoder(tokens, positions, context, rows)

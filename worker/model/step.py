@@ -176,19 +176,6 @@ def visible_blocks(start: int, end: int, geometry: GroupGeometry) -> Longs:
     return np.concatenate((np.arange(sinks), np.arange(first, last)))
 
 
-def begun_slots(
-    batch: Sequence[SequenceSlice], group: int, geometry: GroupGeometry
-) -> tuple[int, ...]:
-    """Slots of a group that a step begins and does not fill."""
-    size = geometry.tokens_per_block
-    found: list[int] = []
-    for piece in batch:
-        last = (piece.end - 1) // size
-        if piece.start <= last * size and piece.end % size:
-            found.append(int(piece.block_tables[group][last]))
-    return tuple(found)
-
-
 def plan_group(
     batch: Sequence[SequenceSlice],
     group: int,
@@ -204,10 +191,14 @@ def plan_group(
     slots = np.empty(len(positions), np.int64)
     row, decodes = 0, 0
     prefill: list[PrefillSpan] = []
+    fresh: list[int] = []
     for piece in batch:
         table = piece.block_tables[group]
         end_row = row + len(piece.tokens)
         slots[row:end_row] = table[ordinals[row:end_row]]
+        last = (piece.end - 1) // size
+        if piece.start <= last * size and piece.end % size:
+            fresh.append(int(table[last]))
         if len(piece.tokens) > 1:
             prefill.append(_prefill_span(piece, table, slice(row, end_row), geometry, like))
         else:
@@ -218,7 +209,7 @@ def plan_group(
         write_offsets=torch.from_numpy(positions - ordinals * size).to(like.device),
         decode=_decode_buckets(batch[:decodes], group, geometry, like),
         prefill=tuple(prefill),
-        fresh_slots=begun_slots(batch, group, geometry),
+        fresh_slots=tuple(fresh),
     )
 
 

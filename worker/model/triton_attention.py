@@ -109,7 +109,7 @@ class TritonAttention:
     """The layers of one model. ``tilings`` are chosen by dtype and head_dim."""
 
     def __init__(self, layers: Sequence[KernelPages]) -> None:
-        self._layers = tuple(layers)
+        self.layers = tuple(layers)
 
     def attend(
         self,
@@ -121,7 +121,7 @@ class TritonAttention:
         softcap: float | None = None,
     ) -> torch.Tensor:
         """Write the new rows of layer ``index`` and attend: see :func:`read` and :func:`write`."""
-        layer = self._layers[index]
+        layer = self.layers[index]
         check_query(layer, metadata, query)
         write(layer, metadata, key_value, query.dtype)
         return read(layer, metadata, query, scale, softcap)
@@ -182,7 +182,12 @@ def read(
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     scoring = (scale * LOG2_E, 0.0) if softcap is None else (scale, softcap)
     if metadata.shape.decodes:
-        decode(layer, metadata, query, out, scoring, decode_tiling(layer.dtype, layer.head_dim))
+        tiling = decode_tiling(layer.dtype, layer.head_dim)
+        tokens = metadata.groups[layer.group].block_table.shape[1] * layer.tokens_per_block
+        splits = splits_of(
+            metadata.shape.decodes, layer.num_kv_heads, triton.cdiv(tokens, tiling.keys)
+        )
+        decode(layer, metadata, query, out, scoring, tiling, splits)
     if metadata.shape.tiles:
         prefill(layer, metadata, query, out, scoring, prefill_tiling(layer.dtype, layer.head_dim))
     return out
@@ -225,6 +230,7 @@ def decode(
     out: torch.Tensor,
     scoring: tuple[float, float],
     tiling: Tiling,
+    splits: int,
 ) -> None:
     """The single-token rows of a step. ``scoring``: scale and softcap; without a cap, which is 0,
     the scale is in units of log2.
@@ -232,8 +238,6 @@ def decode(
     sequences, heads, dim = metadata.shape.decodes, query.shape[1], layer.head_dim
     table = metadata.groups[layer.group].block_table
     group = heads // layer.num_kv_heads
-    tiles = triton.cdiv(table.shape[1] * layer.tokens_per_block, tiling.keys)
-    splits = splits_of(sequences, layer.num_kv_heads, tiles)
     sums, totals = out, out
     if splits > 1:
         parts = (sequences, heads, splits)

@@ -13,6 +13,7 @@ from kvcache_core.arithmetic import ceil_div
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.storage import TorchStorage
 from worker.config import ElementType
+from worker.model.backend import BackendMaker, backend_of
 from worker.model.loader import LoadedModel, load_model
 from worker.model.runner import ModelRunner, SequenceSlice
 
@@ -33,17 +34,21 @@ class PagedModel:
         seed: int = 0,
         device: str = "cpu",
         dtype: ElementType = "float32",
-        make_runner: Callable[[LoadedModel, LayoutPlan, TorchStorage], ModelRunner] = ModelRunner,
+        backend: BackendMaker = backend_of,
+        make_runner: Callable[[LoadedModel, LayoutPlan, TorchStorage], ModelRunner] | None = None,
     ) -> None:
         self.loaded = load_model(path, device=device, dtype=dtype)
         self.plan = LayoutPlan.derive(self.loaded.specs, tokens_per_block=tokens_per_block)
-        self.storage = TorchStorage(
-            self.plan, [slots] * len(self.plan.pool_groups), self.loaded.device
-        )
+        storage = TorchStorage(self.plan, [slots] * len(self.plan.pool_groups), self.loaded.device)
         for group in self.plan.pool_groups:
             for pool in range(len(group.slot_bytes)):
-                self.storage.pool_bytes(group.id, pool).fill_(0xFF)  # NaN in every float type
-        self.runner = make_runner(self.loaded, self.plan, self.storage)
+                storage.pool_bytes(group.id, pool).fill_(0xFF)  # NaN in every float type
+        self.storage = storage
+        self.runner = (
+            ModelRunner(self.loaded, self.plan, storage, backend=backend)
+            if make_runner is None
+            else make_runner(self.loaded, self.plan, storage)
+        )
         random = np.random.default_rng(seed)
         self._free = {g.id: list(random.permutation(slots)) for g in self.plan.pool_groups}
         self._tables: dict[str, list[list[int]]] = {}

@@ -17,16 +17,19 @@ from typing_extensions import override
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.storage import TorchStorage
 from tests.worker.model.harness import PagedModel
-from worker.model.attention import LayerPages
+from worker.model.backend import PagedLayers
 from worker.model.capture import Body, Capture, CUDAGraphs, RunEachTime
 from worker.model.decode import DecodeLimits, DecodeRunner, Decoding
-from worker.model.decode_reference import ReferenceDecode
 from worker.model.loader import LoadedModel
 from worker.model.networks import FusedModel
 from worker.model.runner import ModelRunner
-from worker.model.step import GroupGeometry
 
 kernel_layers: Any = pytest.importorskip("worker.model.kernel_layers", exc_type=ModuleNotFoundError)
+triton_backend: Any = pytest.importorskip(
+    "worker.model.triton_backend", exc_type=ModuleNotFoundError
+)
+# Rows that pad a batch hold anything, as on a device; numpy, which interprets, warns of it.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 TinyModel = Callable[[str], Path]
 LIMITS = DecodeLimits((1, 4, 6), 64)
 
@@ -54,13 +57,12 @@ class Pair:
     def _runner(self, loaded: LoadedModel, plan: LayoutPlan, storage: TorchStorage) -> ModelRunner:
         network = FusedModel(loaded, kernel_layers.KERNEL_PARTS)
 
-        def decoding(
-            layers: tuple[LayerPages, ...], geometries: tuple[GroupGeometry, ...]
-        ) -> Decoding:
-            attention = ReferenceDecode(layers, geometries)
-            return Decoding(network, attention, self.capture, LIMITS)
+        def decoding(layers: PagedLayers) -> DecodeRunner:
+            over = triton_backend.TritonBackend(layers).over
+            made = Decoding(network, over, self.capture, LIMITS)
+            return DecodeRunner(layers.geometries, storage.device, made)
 
-        return ModelRunner(loaded, plan, storage, network, decoding)
+        return ModelRunner(loaded, plan, storage, network, triton_backend.TritonBackend, decoding)
 
     def feed(self, **pieces: Sequence[int]) -> None:
         """The same step on both."""
@@ -68,11 +70,10 @@ class Pair:
         torch.testing.assert_close(self.bucketed.feed(**pieces), expected, atol=3e-3, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_decodes_equal_those_of_mixed_batches(tiny_model: TinyModel, family: str) -> None:
-    pair = Pair(tiny_model(family))
+def test_decodes_equal_those_of_mixed_batches(tiny_model: TinyModel) -> None:
+    pair = Pair(tiny_model("qwen2"))
     # a leaves qwen2's window, b begins a block at its first decode, c is one token long
-    pair.feed(a=range(30), b=range(8), c=[5])
+    pair.feed(a=range(24), b=range(8), c=[5])
     assert pair.capture.captured == 0
     pair.feed(a=[1])
     pair.feed(a=[2], b=[3], c=[4])
@@ -121,11 +122,10 @@ def test_padding_writes_nothing(tiny_model: TinyModel) -> None:
 
 def test_what_is_accepted(tiny_model: TinyModel) -> None:
     paged = PagedModel(tiny_model("llama"))
-    layers: Any = paged.runner._layers
     geometries: Any = paged.runner._geometries
     nothing: Any = None
     decoding = Decoding(nothing, nothing, RunEachTime(), LIMITS)
-    runner = DecodeRunner(layers, geometries, decoding)
+    runner = DecodeRunner(geometries, torch.device("cpu"), decoding)
     paged.slice("long", range(63))
     last, beyond = paged.slice("long", [1]), paged.slice("long", [1])
     singles = [paged.slice(str(i), [1]) for i in range(7)]

@@ -9,6 +9,20 @@ import triton.language as tl
 
 
 @triton.jit
+def on_float8_grid(numbers: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
+    """float32 numbers to the nearest that float8_e4m3fn holds, halves to even, clamped to it.
+
+    The conversion itself is exact then: Triton's interpreter, unlike a GPU, cannot round in it.
+    """
+    numbers = tl.maximum(numbers, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    numbers = tl.minimum(numbers, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    power = (numbers.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    # Three bits after the leading one, none below 2 ** -9. Adding 1.5 * 2 ** 23 units rounds.
+    large = tl.maximum(power, 0.015625) * (0.125 * 12582912.0)
+    return (numbers + large) - large
+
+
+@triton.jit
 def write_rows(  # noqa: PLR0913
     rows: tl.tensor,
     pages: tl.tensor,
@@ -44,8 +58,7 @@ def write_rows(  # noqa: PLR0913
     found = tl.load(source, mask=mask, other=0.0)
     if SCALED:
         own = tl.load(scales + kind * NUM_KV + head, mask=head < NUM_KV, other=1.0)
-        found = found.to(tl.float32) / own[:, None]
-        found = tl.minimum(tl.maximum(found, -LIMIT), LIMIT)
+        found = on_float8_grid(found.to(tl.float32) / own[:, None], LIMIT)
     begin = slot * slot_stride + kind.to(tl.int64) * kind_stride
     begin += offset // PAGE_TOKENS * page_stride + offset % PAGE_TOKENS * token_stride
     target = pages + begin + head.to(tl.int64)[:, None] * head_stride + column[None, :]

@@ -139,18 +139,21 @@ def prefill_tile(  # noqa: PLR0913
             most, total, found = _attended(
                 0, sink_tiles, q, queries, most, total, found, key_base, value_base, own_table,
                 stop, scale, softcap, slot_stride, page_stride, token_stride,
-                DIM, BLOCK_TOKENS, PAGE_TOKENS, WINDOW, SINKS, CAPPED, True, WIDTH, KEYS,
+                DIM, BLOCK_TOKENS, PAGE_TOKENS, WINDOW, SINKS, CAPPED,
+                MASKED=True, WIDTH=WIDTH, KEYS=KEYS,
             )  # fmt: skip
     else:
         most, total, found = _attended(
             0, masked_from, q, queries, most, total, found, key_base, value_base, own_table,
             stop, scale, softcap, slot_stride, page_stride, token_stride,
-            DIM, BLOCK_TOKENS, PAGE_TOKENS, WINDOW, SINKS, CAPPED, False, WIDTH, KEYS,
+            DIM, BLOCK_TOKENS, PAGE_TOKENS, WINDOW, SINKS, CAPPED,
+            MASKED=False, WIDTH=WIDTH, KEYS=KEYS,
         )  # fmt: skip
     most, total, found = _attended(
         masked_from, last_tile, q, queries, most, total, found, key_base, value_base, own_table,
         stop, scale, softcap, slot_stride, page_stride, token_stride,
-        DIM, BLOCK_TOKENS, PAGE_TOKENS, WINDOW, SINKS, CAPPED, True, WIDTH, KEYS,
+        DIM, BLOCK_TOKENS, PAGE_TOKENS, WINDOW, SINKS, CAPPED,
+        MASKED=True, WIDTH=WIDTH, KEYS=KEYS,
     )  # fmt: skip
     # A row that only fills the tile may have seen nothing.
     found = found * (value_scale / tl.where(total > 0.0, total, 1.0))[:, None]

@@ -59,7 +59,7 @@ def capped(scores: tl.tensor, scale: tl.tensor, softcap: tl.tensor, CAPPED: tl.c
 
 
 @triton.jit
-def visible(  # noqa: PLR0913
+def visible(
     queries: tl.tensor,
     keys: tl.tensor,
     WINDOW: tl.constexpr,

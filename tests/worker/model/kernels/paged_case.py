@@ -113,15 +113,13 @@ class PagedCase:
     def expected(self) -> torch.Tensor:
         """Attention by its definition, in float32: ``[rows, heads, dim]``."""
         layer = self.layer
-        out = []
+        out: list[torch.Tensor] = []
         for piece, history in zip(self.pieces, self.histories, strict=True):
             keys, values = self.seen(history).repeat_interleave(layer.group, 2).unbind(1)
             queries = self.query[len(out) : len(out) + len(piece.tokens)].float()
             for row, position in zip(queries, range(piece.start, piece.end), strict=True):
                 window = layer.window or position + 1
-                seen = [
-                    p for p in range(position + 1) if p > position - window or p < layer.sinks
-                ]
+                seen = [p for p in range(position + 1) if p > position - window or p < layer.sinks]
                 scores = torch.einsum("phd,hd->hp", keys[seen], row) * layer.dim**-0.5
                 if layer.softcap is not None:
                     scores = layer.softcap * torch.tanh(scores / layer.softcap)

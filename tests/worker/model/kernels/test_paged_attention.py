@@ -4,6 +4,9 @@ compiled.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any, Final
+
 import numpy as np
 import pytest
 import torch
@@ -22,7 +25,7 @@ HALF, BRAIN = torch.float16, torch.bfloat16
 MIXED = ((0, 1), (5, 1), (37, 1), (0, 9), (13, 20))
 LONG = ((0, 1), (3, 140))
 SCALES = (1.5, 0.3, 0.7, 2.5)
-FP8 = {"page_dtype": FLOAT8, "scales": SCALES}
+FP8: Final[dict[str, Any]] = {"page_dtype": FLOAT8, "scales": SCALES}
 
 
 def attend(case: PagedCase, shape: MetadataShape | None = None) -> torch.Tensor:
@@ -77,9 +80,8 @@ def test_a_chunk_of_several_tiles(layer: Layer, device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("layer", [Layer(dim=128, block=64), Layer(dim=80, block=32, window=30)])
 @pytest.mark.parametrize("pages", [{"page_dtype": BRAIN}, FP8])
-def test_bfloat16(layer: Layer, pages: dict[str, object]) -> None:
-    fields = {**vars(layer), **pages, "query_dtype": BRAIN}
-    check(PagedCase(Layer(**fields), MIXED, usable("cuda")))
+def test_bfloat16(layer: Layer, pages: dict[str, Any]) -> None:
+    check(PagedCase(replace(layer, query_dtype=BRAIN, **pages), MIXED, usable("cuda")))
 
 
 @settings(max_examples=12, deadline=None)

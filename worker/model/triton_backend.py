@@ -1,0 +1,78 @@
+"""Steps of the ``triton`` attention backend: one vector of metadata a step, one upload."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from typing_extensions import override
+
+from worker.model.attention import AttentionStep, Target
+from worker.model.backend import AttentionBackend, PagedLayers
+from worker.model.step import SequenceSlice
+from worker.model.step_metadata import MetadataShape, StepMetadata, describe_step
+from worker.model.triton_attention import KernelPages, TritonAttention, read
+
+
+@dataclass(frozen=True)
+class TritonStep(AttentionStep):
+    """A described step over one model's layers; captured graphs keep one."""
+
+    attention: TritonAttention
+    metadata: StepMetadata
+
+    @override
+    def attend(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key_value: torch.Tensor,
+        scale: float,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        return self.attention.attend(self.metadata, index, query, key_value, scale, softcap)
+
+    @override
+    def target(self, index: int) -> Target:
+        layer = self.attention.layers[index]
+        group = self.metadata.groups[layer.group]
+        return Target(layer.pages, group.write_slots, group.write_offsets)
+
+    @override
+    def attend_stored(
+        self, index: int, query: torch.Tensor, key_value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        return read(self.attention.layers[index], self.metadata, query, scale)
+
+
+class TritonBackend(AttentionBackend):
+    """Pages stay where they are; a step is described in one vector."""
+
+    def __init__(self, layers: PagedLayers) -> None:
+        """Raises AttentionInputError: the plan lacks a layer, or its pages cannot be addressed."""
+        self._geometries = layers.geometries
+        self._device = layers.storage.device
+        self.attention = TritonAttention(
+            [
+                KernelPages(
+                    layers.storage.kv(spec.layer_id),
+                    layers.group_of(spec),
+                    self._geometries[layers.group_of(spec)],
+                )
+                for spec in layers.specs
+            ]
+        )
+
+    def over(self, metadata: StepMetadata) -> TritonStep:
+        """A step that follows metadata in fixed memory, for captured graphs."""
+        return TritonStep(self.attention, metadata)
+
+    @override
+    def begin(self, pieces: Sequence[SequenceSlice]) -> TritonStep:
+        shape = MetadataShape.of(pieces, self._geometries)
+        vector = torch.from_numpy(describe_step(pieces, self._geometries, shape))
+        if self._device.type == "cuda":
+            # torch's host allocator keeps the pinned memory until the copy is complete.
+            vector = vector.pin_memory().to(self._device, non_blocking=True)
+        return TritonStep(self.attention, StepMetadata(shape, vector))
