@@ -45,7 +45,7 @@ FEW_ROWS: Final = (
     Tiling(64, 128, 4, 4),
     Tiling(64, 64, 4, 6),
 )
-ROWS: Final = (1, 8, 32)
+ROWS: Final = (1, 8)
 Case = Callable[[torch.Tensor], object]
 """Something to do with one copy of a matrix."""
 

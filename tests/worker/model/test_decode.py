@@ -31,6 +31,7 @@ triton_backend: Any = pytest.importorskip(
 # Rows that pad a batch hold anything, as on a device; numpy, which interprets, warns of it.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 TinyModel = Callable[[str], Path]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMITS = DecodeLimits((1, 4, 6), 64)
 
 
@@ -51,8 +52,8 @@ class Pair:
 
     def __init__(self, path: Path) -> None:
         self.capture = CountingCapture()
-        self.plain = PagedModel(path)
-        self.bucketed = PagedModel(path, make_runner=self._runner)
+        self.plain = PagedModel(path, device=DEVICE)
+        self.bucketed = PagedModel(path, device=DEVICE, make_runner=self._runner)
 
     def _runner(self, loaded: LoadedModel, plan: LayoutPlan, storage: TorchStorage) -> ModelRunner:
         network = FusedModel(loaded, kernel_layers.KERNEL_PARTS)

@@ -6,6 +6,7 @@ import json
 import sys
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -13,7 +14,8 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 SIZES = {"layers": 1, "hidden": 32, "intermediate": 32, "heads": 2, "kv-heads": 1, "vocab": 64}
 SHAPE = [text for name, size in SIZES.items() for text in (f"--{name}", str(size))]
-COMMON = ["--device", "cpu", "--dtype", "float32", *SHAPE]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+COMMON = ["--device", DEVICE, "--dtype", "float32", *SHAPE]
 FIGURES = {
     "floor_tok_s",
     "decode_b1_tok_s",
