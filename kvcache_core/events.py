@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-EVENT_LIMIT = 65536
+EVENT_LIMIT = 4096
+"""A few MB where nobody reads. Whoever reads does so every few steps, of some ten events each."""
 
 
 @dataclass(frozen=True, kw_only=True)

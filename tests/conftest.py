@@ -14,6 +14,7 @@ from tests.support.requirements import REQUIRE_MODEL
 from tests.support.suite_groups import GroupScheduling, turn
 
 REQUIRE_GPU = "--require-gpu"
+SOAK_S = "--soak-s"
 GPU_MARKERS = ("gpu", "multi_gpu")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -40,6 +41,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         REQUIRE_MODEL,
         action="store_true",
         help="a test that needs the default model fails where it neither is nor can be fetched",
+    )
+    parser.addoption(
+        SOAK_S, type=float, default=1_800, help="seconds that the soak of a whole service takes"
     )
 
 

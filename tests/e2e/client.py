@@ -110,6 +110,23 @@ class Client:
                             on_delta(part["index"], number)
         return streamed
 
+    def leave(self, path: str, patience_s: float, deltas: int, **body: Any) -> int:
+        """Read a stream, and close its connection after so many deltas, or when none came for
+        ``patience_s``; the deltas read.
+        """
+        timeout = httpx.Timeout(60, read=max(patience_s, 1e-3))
+        request = {"model": self.model, "stream": True, **body}
+        seen = 0
+        try:
+            with self.http.stream("POST", path, json=request, timeout=timeout) as response:
+                for event in events(response):
+                    seen += event is not None
+                    if seen >= deltas:
+                        break
+        except httpx.ReadTimeout:
+            pass
+        return seen
+
     def ready(self) -> bool:
         try:
             return self.http.get("/ready").status_code == 200

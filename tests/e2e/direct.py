@@ -132,10 +132,16 @@ class DirectCluster:
         assert self._logs is not None
         return self._logs / f"{instance}.log"
 
-    def slow_down(self, instance: str, delay_s: float) -> None:
-        """From now on the front end reaches ``instance`` over a connection with this latency."""
-        link = self._stack.enter_context(SlowLink(self._routes[instance].port, delay_s))
-        self._routes[instance] = self._routes[instance].model_copy(update={"port": link.port})
+    @contextlib.contextmanager
+    def slowed_down(self, instance: str, delay_s: float) -> Iterator[None]:
+        """Front ends that are told of ``instance`` meanwhile reach it over a connection with this
+        latency.
+        """
+        fast = self._routes[instance]
+        with SlowLink(fast.port, delay_s) as link:
+            self._routes[instance] = fast.model_copy(update={"port": link.port})
+            yield
+            self._routes[instance] = fast
 
     def start_front_end(self) -> Client:
         """Start the front end, tell it the workers, wait until it is ready."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import openai
@@ -48,12 +49,20 @@ def test_the_official_client_streams_a_sensible_answer(service: LaunchedService)
 def test_pages_travelled_and_the_generation_worker_prefilled_nothing(
     service: LaunchedService, client: Client
 ) -> None:
+    """By every way to ask."""
     client.wait_quiet()
-    sent = client.by_instance("pageferry_transferred_bytes")["generation-0"]
+    question = f"{time.time_ns()} is the number of the day. Tell me about it."
+    ways: list[Callable[[], object]] = [
+        lambda: client.chat([{"role": "user", "content": question}], max_tokens=4),
+        lambda: client.complete(question, max_tokens=4),
+        lambda: client.complete(list(range(100, 120)), max_tokens=4, cache_salt=question),
+    ]
     computed = client.by_instance("pageferry_worker_prefill_tokens")["generation-0"]
-    client.chat([{"role": "user", "content": f"Tell me about {time.time_ns()}."}], max_tokens=4)
-    client.wait_quiet()
-    assert client.by_instance("pageferry_transferred_bytes")["generation-0"] > sent
+    for ask in ways:
+        sent = client.by_instance("pageferry_transferred_bytes")["generation-0"]
+        ask()
+        client.wait_quiet()
+        assert client.by_instance("pageferry_transferred_bytes")["generation-0"] > sent
     assert client.by_instance("pageferry_worker_prefill_tokens")["generation-0"] == computed
 
 

@@ -1,16 +1,21 @@
-"""Clusters with something in the way: a slow connection, a tiny pool. Workers run without Ray."""
+"""Clusters with something in the way: a burst, a slow connection, a tiny pool. Workers run without
+Ray.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e.bursts import Burst
 from tests.e2e.client import Client
 from tests.e2e.conftest import TinyModels
-from tests.e2e.direct import WorkerStart, direct_cluster
+from tests.e2e.direct import DirectCluster, WorkerStart, direct_cluster
+from tests.e2e.health_watch import health_watch
 from tests.support.oracle import ReferenceModel, check_equal
 from worker.messages import SamplingParams
 
@@ -25,18 +30,46 @@ def tiny(tiny_models: TinyModels) -> tuple[Path, Path]:
     return tiny_models("llama")
 
 
-def test_token_one_comes_first_and_once_over_a_slow_context_connection(
-    tiny: tuple[Path, Path],
-) -> None:
-    model, tokenizer = tiny
-    reference = ReferenceModel(model)
-    with direct_cluster(model, tokenizer) as cluster:
+@pytest.fixture(scope="module")
+def roomy(tiny: tuple[Path, Path]) -> Iterator[DirectCluster]:
+    """Two workers with room for twenty long prompts each."""
+    settings = {"tokens_per_block": BLOCK, "max_batch_tokens": 4 * BLOCK, "kv_cache_bytes": 8 << 20}
+    with direct_cluster(*tiny) as cluster:
         cluster.start_workers(
-            WorkerStart("context-0", "context", {"kv_cache_bytes": 8 << 20}),
-            WorkerStart("generation-0", "generation", {"kv_cache_bytes": 8 << 20}),
+            WorkerStart("context-0", "context", settings),
+            WorkerStart("generation-0", "generation", settings),
         )
-        cluster.slow_down("context-0", DELAY_S)
-        client = cluster.start_front_end()
+        yield cluster
+
+
+def test_a_burst_of_long_prompts_of_which_half_are_left(
+    tiny: tuple[Path, Path], roomy: DirectCluster
+) -> None:
+    """At any moment of queue, prefill, transfer and decode."""
+    client = roomy.start_front_end()
+    client.wait_quiet()
+    free_before = client.free_blocks()
+    with health_watch(client.url) as seen:
+        served = Burst(seed=10, requests=64, leaving=32, patience_s=4.0).run(client)
+        client.wait_quiet()
+    assert client.free_blocks() == free_before
+    assert not any(client.by_instance("pageferry_worker_quarantined_blocks").values())
+    assert client.total("pageferry_requests_in_flight") == 0
+    assert seen.complaints == []
+    assert max(seen.health_s) < 1.0
+    assert len(served.answers) == 32
+    assert served.left_waiting > 3
+    assert served.left_decoding > 3
+    served.judge(ReferenceModel(tiny[0]))
+    assert client.total("pageferry_repairs") == 0
+
+
+def test_token_one_comes_first_and_once_over_a_slow_context_connection(
+    tiny: tuple[Path, Path], roomy: DirectCluster
+) -> None:
+    reference = ReferenceModel(tiny[0])
+    with roomy.slowed_down("context-0", DELAY_S):
+        client = roomy.start_front_end()
         for number in range(8):
             prompt = f"Sentence number {number} goes here."
             body: dict[str, Any] = {

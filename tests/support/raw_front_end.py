@@ -191,16 +191,18 @@ class WorkerRun:
         return self.process.wait(20)
 
 
-def start_workers(configs: Sequence[WorkerConfig], logs: Path) -> list[WorkerRun]:
-    """Start ``python -m worker.host`` once for each configuration and wait for the addresses."""
-    started = [_start(config, logs / f"{config.incarnation}.log") for config in configs]
+def start_workers(
+    configs: Sequence[WorkerConfig], logs: Path, module: str = "worker.host"
+) -> list[WorkerRun]:
+    """Start ``python -m module`` once for each configuration and wait for the addresses."""
+    started = [_start(config, logs / f"{config.incarnation}.log", module) for config in configs]
     return [_address_of(process, log) for process, log in started]
 
 
-def _start(config: WorkerConfig, log: Path) -> tuple[subprocess.Popen[bytes], Path]:
+def _start(config: WorkerConfig, log: Path, module: str) -> tuple[subprocess.Popen[bytes], Path]:
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "worker.host", "--config-json", "-"],
+            [sys.executable, "-m", module, "--config-json", "-"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=file,

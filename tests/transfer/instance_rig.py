@@ -281,10 +281,12 @@ class Cluster:
 
 
 def numbered(pair: Geometry, incarnation: Incarnation) -> list[list[RankInfo]]:
-    """All ranks of the instance ``context`` or ``generation``, by dp group, numbered through."""
+    """All ranks of an instance, by dp group, numbered through. Its name begins with ``context`` or
+    ``generation``.
+    """
     side, ranks_of = (
         (pair.sender, pair.senders)
-        if incarnation.instance == "context"
+        if incarnation.instance.startswith("context")
         else (pair.receiver, pair.receivers)
     )
     groups = [ranks_of(dp_rank) for dp_rank in range(side.dp)]
@@ -310,7 +312,7 @@ async def instances(
         groups = numbered(pair, Incarnation.mint(name))
         instance = [info for group in groups for info in group]
         sides[name] = [
-            rank_node(info, instance, FilledPools(info, prompt_tokens, random), cluster)
+            rank_node(info, instance, FilledPools(info, prompt_tokens, random), cluster, Engine())
             for info in groups[-1]
         ]
     both = Instances(sides["context"], sides["generation"], prompt_tokens, pair.tokens_per_block)
@@ -327,10 +329,13 @@ async def instances(
 
 
 def rank_node(
-    info: RankInfo, instance: list[RankInfo], pools: FilledPools, cluster: Cluster
+    info: RankInfo,
+    instance: list[RankInfo],
+    pools: FilledPools,
+    cluster: Cluster,
+    engine: Engine,
 ) -> RankNode:
     """An agent that is not started."""
-    engine = Engine()
     transport = cluster.transport(str(info.rank_id))
     agent = TransferAgent(
         rank_info=info,

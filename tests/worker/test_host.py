@@ -399,3 +399,28 @@ async def _is_refused_as_dead(generation: RawFrontEnd, dead: RawFrontEnd) -> Non
         if "is dead" in ended.message:
             return
     raise AssertionError("it never heard that the other process is dead")
+
+
+def test_a_worker_whose_thread_of_transfers_dies_ends_and_says_why(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    (run,) = start_workers(
+        [config("aggregated", tiny_model("llama"))], tmp_path, "tests.worker.breakable_host"
+    )
+    try:
+        asyncio.run(_break_in_mid_request(run))
+        assert run.process.wait(30) == 1
+    finally:
+        run.process.kill()
+        run.process.wait()
+    (log,) = tmp_path.iterdir()
+    assert "the transport is dead: UCX driver thread died: SystemError" in log.read_text()
+
+
+async def _break_in_mid_request(run: WorkerRun) -> None:
+    front_end = await RawFrontEnd.connect(run.address, TOKEN)
+    front_end.send(generate("r", prompt_of(20), GREEDY, max_tokens=400))
+    await front_end.until(lambda: ("r", 0) in front_end.choices)
+    run.process.send_signal(signal.SIGUSR1)
+    ended = await front_end.end_of("r")
+    assert (ended.outcome, ended.retryable) == ("failed", True)

@@ -15,11 +15,13 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import linear, pad, rms_norm
 from typing_extensions import override
 
 PACKED_FOR_ROWS: Final = 8
 """The number of rows oneDNN chooses the layout for; any number is right."""
+EXACT_ROWS: Final = 16
+"""Up to here every number of rows is multiplied as it is."""
 
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -73,8 +75,19 @@ class DenseProduct(Product):
         return residual + linear(rows, self._weight, self._bias)
 
 
+def padded_rows(count: int) -> int:
+    """``count`` rows or up to an eighth more: eight numbers for each doubling."""
+    step = 1 if count <= EXACT_ROWS else 1 << ((count - 1).bit_length() - 4)
+    return -(-count // step) * step
+
+
 class PackedProduct(Product):
-    """A matrix in oneDNN's own layout."""
+    """A matrix in oneDNN's own layout.
+
+    oneDNN compiles a kernel for each number of rows and keeps it, 0.1 to 5 MB each: the steps of a
+    worker, which have any number of rows, would cost gigabytes. So rows are added to make the
+    number one of a few.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
@@ -84,11 +97,17 @@ class PackedProduct(Product):
 
     @override
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._plain(rows, self._weight, self._bias, "none", [], "")
+        count = len(rows)
+        found: torch.Tensor = self._plain(_padded(rows), self._weight, self._bias, "none", [], "")
+        return found[:count]
 
     @override
     def added_to(self, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return self._binary(rows, residual, self._weight, self._bias, "add")
+        count = len(rows)
+        found: torch.Tensor = self._binary(
+            _padded(rows), _padded(residual), self._weight, self._bias, "add"
+        )
+        return found[:count]
 
 
 MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], Product]
@@ -133,6 +152,11 @@ def can_pack(weight: torch.Tensor) -> bool:
     """Whether oneDNN can pack this matrix here."""
     fits = weight.device.type == "cpu" and weight.dtype == torch.float32
     return fits and torch.backends.mkldnn.is_available()
+
+
+def _padded(rows: torch.Tensor) -> torch.Tensor:
+    more = padded_rows(len(rows)) - len(rows)
+    return pad(rows, (0, 0, 0, more)) if more else rows
 
 
 def _bias(module: Any) -> torch.Tensor:

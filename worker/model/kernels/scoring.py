@@ -64,7 +64,7 @@ def visible(
     keys: tl.tensor,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+) -> tl.tensor:
     """Whether queries at positions ``[m, 1]`` see keys at ``[1, n]``. No window: WINDOW is 0."""
     seen = keys <= queries
     if WINDOW > 0:

@@ -1,0 +1,1 @@
+"""Times of the paged attention kernels beside the device's own limits."""
