@@ -87,7 +87,8 @@ def _product(name: str, weights: list[torch.Tensor], num_rows: int) -> list[dict
     norm = Norm(torch.ones_like(rows[0]), 1e-5)
     residual = torch.zeros(num_rows, len(weight), device=weight.device, dtype=weight.dtype)
     cases: dict[str, Case] = {"torch": lambda one: linear(rows, one)}
-    own = tiling_of(num_rows, len(weight) // 2 if name == "gate_up" else len(weight))
+    num_out = len(weight) // 2 if name == "gate_up" else len(weight)
+    own = tiling_of(num_rows, num_out, weight.shape[1])
     tilings = dict.fromkeys((own, *(ONE_ROW if num_rows == 1 else FEW_ROWS)))
     for tiling in tilings:
         cases[_text(tiling, chosen=tiling == own)] = _case(name, rows, norm, residual, tiling)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
@@ -50,8 +51,17 @@ class CUDAGraphs(Capture):
         with torch.cuda.graph(graph, pool=self._pool, stream=stream):
             result = body()
 
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return result
+        return _Recorded(body, graph, result)
 
-        return replay
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A graph, its result, and the body, which holds the memory that the graph reads."""
+
+    body: Body
+    graph: torch.cuda.CUDAGraph
+    result: torch.Tensor
+
+    def __call__(self) -> torch.Tensor:
+        self.graph.replay()
+        return self.result
