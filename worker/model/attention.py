@@ -65,6 +65,7 @@ class LayerPages:
                 f"got {list(pages.shape)}"
             )
         self.group = group
+        self.pages = pages
         self.dtype = pages.dtype
         self.device = pages.device
         _, _, self.num_kv_heads, self.tokens_per_block, self.head_dim = pages.shape
@@ -95,6 +96,17 @@ class Scoring:
     softcap: float | None
 
 
+@dataclass(frozen=True)
+class Target:
+    """Where a layer stores the keys and values of a batch: row t in ``slots[t], offsets[t]`` of
+    ``pages`` ``[num_slots, 2, num_kv_heads, tokens_per_block, head_dim]``.
+    """
+
+    pages: torch.Tensor
+    slots: torch.Tensor
+    offsets: torch.Tensor
+
+
 class AttentionStep(Protocol):
     """One step of one attention backend, as a model's layers see it."""
 
@@ -107,6 +119,16 @@ class AttentionStep(Protocol):
         softcap: float | None = None,
     ) -> torch.Tensor:
         """Store the new rows of layer ``index`` and attend: see :func:`attend`."""
+        ...
+
+    def target(self, index: int) -> Target:
+        """Where the new rows of layer ``index`` go, for a kernel that stores them itself."""
+        ...
+
+    def attend_stored(
+        self, index: int, query: torch.Tensor, key_value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """:meth:`attend` once the rows are in the pages."""
         ...
 
 
@@ -131,6 +153,18 @@ class StepContext(AttentionStep):
     ) -> torch.Tensor:
         return attend(self, index, query, key_value, scale, softcap)
 
+    @override
+    def target(self, index: int) -> Target:
+        layer = self.layers[index]
+        step = self.groups[layer.group]
+        return Target(layer.pages, step.write_slots, step.write_offsets)
+
+    @override
+    def attend_stored(
+        self, index: int, query: torch.Tensor, key_value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        return attend_stored(self, index, query, key_value, Scoring(scale, None))
+
 
 def attend(
     context: StepContext,
@@ -150,9 +184,21 @@ def attend(
     """
     layer = context.layers[index]
     check_rows(layer, context.num_rows, query, key_value)
+    layer.write(context.groups[layer.group], key_value)
+    return attend_stored(context, index, query, key_value, Scoring(scale, softcap))
+
+
+def attend_stored(
+    context: StepContext,
+    index: int,
+    query: torch.Tensor,
+    key_value: torch.Tensor,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """The second half of :func:`attend`, for rows that are in the pages."""
+    layer = context.layers[index]
+    check_rows(layer, context.num_rows, query, key_value)
     step = context.groups[layer.group]
-    scoring = Scoring(scale, softcap)
-    layer.write(step, key_value)
     # [T, kv_heads, heads per kv head, head_dim]
     queries = query.unflatten(1, (layer.num_kv_heads, -1))
     output = torch.empty(queries.shape, dtype=query.dtype, device=query.device)

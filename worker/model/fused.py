@@ -7,16 +7,17 @@ the product's output, so that new keys and values are written to the pages with 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.nn.functional import rms_norm
 
 from worker.model.attention import AttentionStep
 from worker.model.families import ModelFacts
-from worker.model.products import Product, fused
+from worker.model.heads import Angles, HeadRows, Placing, TorchPlacing
+from worker.model.products import MakeProduct, Product, RowNorm, fused, make_product
 from worker.model.rank_sum import RankSum, summed
 
 FUSED_FAMILIES: Final = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -29,15 +30,26 @@ class FusedLayer:
     """
 
     index: int
-    input_norm: torch.Tensor
+    input_norm: RowNorm
     qkv: Product
     head_norm: torch.Tensor | None
     output: Product
-    mlp_norm: torch.Tensor
+    mlp_norm: RowNorm
     gate_up: Product
     down: Product
     activation: Any
     scale: float
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """How layers are computed: products from matrices, and a placing from the norm's epsilon."""
+
+    product: MakeProduct
+    placing: Callable[[float], Placing]
+
+
+TORCH_PARTS: Final = LayerParts(make_product, TorchPlacing)
 
 
 class FusedDecoder:
@@ -46,16 +58,25 @@ class FusedDecoder:
     Takes the layers' weights over: the module itself may not be able to run afterwards.
     """
 
-    def __init__(self, module: Any, facts: ModelFacts, ranks: RankSum) -> None:
+    def __init__(
+        self,
+        module: Any,
+        facts: ModelFacts,
+        ranks: RankSum,
+        parts: LayerParts = TORCH_PARTS,
+    ) -> None:
         model = module.base_model
+        eps: float = module.config.rms_norm_eps
         self._embedding: torch.Tensor = model.embed_tokens.weight
         self._rotary = model.rotary_emb
-        self._norm: torch.Tensor = model.norm.weight
-        self._eps: float = module.config.rms_norm_eps
         self._facts = facts
+        self._placing = parts.placing(eps)
         self._layers = tuple(
-            _fused_layer(index, layer, facts, ranks) for index, layer in enumerate(model.layers)
+            _fused_layer(layer, _Shared(index, facts, eps, parts.product, ranks))
+            for index, layer in enumerate(model.layers)
         )
+        self.norm = RowNorm(model.norm.weight, eps)
+        """The final norm, which the head's product applies."""
 
     def __call__(
         self,
@@ -64,61 +85,57 @@ class FusedDecoder:
         context: AttentionStep,
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        """Hidden states of ``rows`` after the last layer and the final norm: ``[len(rows),
+        """Hidden states of ``rows`` after the last layer, before the final norm: ``[len(rows),
         hidden]``.
 
         The other rows leave the last layer once their keys and values are stored.
         """
         hidden = nn.functional.embedding(tokens, self._embedding)
         cos, sin = self._rotary(hidden, positions.unsqueeze(0))
-        half = sin.shape[-1] // 2
-        # rotate_half(x) * sin == roll(x) * (-sin, sin)
-        signed_sin = torch.cat((-sin[..., :half], sin[..., half:]), -1)
-        rotary = (cos.squeeze(0).unsqueeze(1), signed_sin.squeeze(0).unsqueeze(1))
+        angles = self._placing.angles(cos.squeeze(0), sin.squeeze(0))
         *others, last = self._layers
         for layer in others:
-            hidden = self._mixed(layer, hidden, self._attended(layer, hidden, rotary, context))
-        found = self._attended(last, hidden, rotary, context)
-        hidden = self._mixed(last, hidden.index_select(0, rows), found.index_select(0, rows))
-        return self._normed(hidden, self._norm)
+            hidden = _mixed(layer, hidden, self._attended(layer, hidden, angles, context))
+        found = self._attended(last, hidden, angles, context)
+        return _mixed(last, hidden.index_select(0, rows), found.index_select(0, rows))
 
     def _attended(
-        self,
-        layer: FusedLayer,
-        hidden: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        context: AttentionStep,
+        self, layer: FusedLayer, hidden: torch.Tensor, angles: Angles, context: AttentionStep
     ) -> torch.Tensor:
         """Store the rows' keys and values and attend: ``[T, num_heads * head_dim]``."""
         facts = self._facts
-        dim, kv_heads, num_rows = facts.head_dim, facts.num_kv_heads, len(hidden)
-        qkv = layer.qkv(self._normed(hidden, layer.input_norm))
-        heads = qkv.view(num_rows, -1, dim)
-        query_key = heads[:, : facts.num_heads + kv_heads]
-        if layer.head_norm is not None:
-            normed = rms_norm(query_key, (dim,), None, self._eps)
-            query_key.copy_(normed * layer.head_norm)
-        cos, signed_sin = rotary
-        rolled = query_key.roll(dim // 2, -1)
-        torch.addcmul(query_key * cos, rolled, signed_sin, out=query_key)
-        return context.attend(
-            layer.index,
-            heads[:, : facts.num_heads],
-            heads[:, facts.num_heads :].unflatten(1, (2, kv_heads)),
-            layer.scale,
-        ).flatten(1)
-
-    def _mixed(self, layer: FusedLayer, hidden: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-        """The rest of a layer, row by row."""
-        hidden = layer.output.added_to(hidden, found)
-        gate, up = layer.gate_up(self._normed(hidden, layer.mlp_norm)).chunk(2, 1)
-        return layer.down.added_to(hidden, layer.activation(gate).mul_(up))
-
-    def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return rms_norm(hidden, (hidden.shape[-1],), weight, self._eps)
+        qkv = layer.qkv.normed(hidden, layer.input_norm)
+        rows = HeadRows(
+            layer=layer.index,
+            heads=qkv.view(len(hidden), -1, facts.head_dim),
+            num_query=facts.num_heads,
+            num_kv=facts.num_kv_heads,
+            norm=layer.head_norm,
+            scale=layer.scale,
+        )
+        return self._placing(rows, angles, context).flatten(1)
 
 
-def _fused_layer(index: int, layer: Any, facts: ModelFacts, ranks: RankSum) -> FusedLayer:
+def _mixed(layer: FusedLayer, hidden: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """The rest of a layer, row by row."""
+    hidden = layer.output.added_to(hidden, found)
+    gated = layer.gate_up.gated(hidden, layer.mlp_norm, layer.activation)
+    return layer.down.added_to(hidden, gated)
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What a layer is made with."""
+
+    index: int
+    facts: ModelFacts
+    eps: float
+    make: MakeProduct
+    ranks: RankSum
+
+
+def _fused_layer(layer: Any, given: _Shared) -> FusedLayer:
+    index, facts, eps, make = given.index, given.facts, given.eps, given.make
     attention, mlp = layer.self_attn, layer.mlp
     head_norm = None
     if facts.family == "qwen3":
@@ -130,13 +147,13 @@ def _fused_layer(index: int, layer: Any, facts: ModelFacts, ranks: RankSum) -> F
         )
     return FusedLayer(
         index=index,
-        input_norm=layer.input_layernorm.weight,
-        qkv=fused((attention.q_proj, attention.k_proj, attention.v_proj)),
+        input_norm=RowNorm(layer.input_layernorm.weight, eps),
+        qkv=fused((attention.q_proj, attention.k_proj, attention.v_proj), make),
         head_norm=head_norm,
-        output=summed(fused((attention.o_proj,)), ranks),
-        mlp_norm=layer.post_attention_layernorm.weight,
-        gate_up=fused((mlp.gate_proj, mlp.up_proj)),
-        down=summed(fused((mlp.down_proj,)), ranks),
+        output=summed(fused((attention.o_proj,), make), given.ranks),
+        mlp_norm=RowNorm(layer.post_attention_layernorm.weight, eps),
+        gate_up=fused((mlp.gate_proj, mlp.up_proj), make),
+        down=summed(fused((mlp.down_proj,), make), given.ranks),
         activation=mlp.act_fn,
         scale=attention.scaling,
     )

@@ -12,7 +12,7 @@ import torch
 from typing_extensions import override
 
 from worker.model.attention import AttentionStep
-from worker.model.fused import FUSED_FAMILIES, FusedDecoder
+from worker.model.fused import FUSED_FAMILIES, TORCH_PARTS, FusedDecoder, LayerParts
 from worker.model.loader import LoadedModel
 from worker.model.products import head
 from worker.model.rank_sum import SummedModule
@@ -82,9 +82,9 @@ def _add_up_rows(loaded: LoadedModel) -> None:
 class FusedModel(Network):
     """Fused layers, which take the module's weights over."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
-        self._decoder = FusedDecoder(loaded.module, loaded.facts, loaded.ranks)
-        self._head = head(loaded.module.get_output_embeddings())
+    def __init__(self, loaded: LoadedModel, parts: LayerParts = TORCH_PARTS) -> None:
+        self._decoder = FusedDecoder(loaded.module, loaded.facts, loaded.ranks, parts)
+        self._head = head(loaded.module.get_output_embeddings(), parts.product)
 
     @override
     def __call__(
@@ -94,4 +94,5 @@ class FusedModel(Network):
         context: AttentionStep,
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        return self._head(self._decoder(tokens, positions, context, rows)).float()
+        hidden = self._decoder(tokens, positions, context, rows)
+        return self._head.normed(hidden, self._decoder.norm).float()

@@ -9,18 +9,33 @@ own weights are views of it, so that nothing is held twice.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.nn.functional import linear, pad
+from torch.nn.functional import linear, pad, rms_norm
 from typing_extensions import override
 
 PACKED_FOR_ROWS: Final = 8
 """The number of rows oneDNN chooses the layout for; any number is right."""
 EXACT_ROWS: Final = 16
 """Up to here every number of rows is multiplied as it is."""
+
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RowNorm:
+    """RMSNorm over whole rows: ``weight`` ``[in]``."""
+
+    weight: torch.Tensor
+    eps: float
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return rms_norm(rows, self.weight.shape, self.weight, self.eps)
 
 
 class Product(ABC):
@@ -33,6 +48,15 @@ class Product(ABC):
     @abstractmethod
     def added_to(self, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """``residual + product``; the argument is not changed."""
+
+    def normed(self, rows: torch.Tensor, norm: RowNorm) -> torch.Tensor:
+        """The product of normed rows: ``[T, out]``, contiguous."""
+        return self(norm(rows))
+
+    def gated(self, rows: torch.Tensor, norm: RowNorm, activation: Activation) -> torch.Tensor:
+        """``activation(gate) * up`` where the product of normed rows is ``[gate, up]``."""
+        gate, up = self.normed(rows, norm).chunk(2, 1)
+        return activation(gate).mul_(up)
 
 
 class DenseProduct(Product):
@@ -86,7 +110,16 @@ class PackedProduct(Product):
         return found[:count]
 
 
-def fused(linears: Sequence[Any]) -> Product:
+MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], Product]
+"""A product from its matrix ``[out, in]`` and bias."""
+
+
+def make_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    """The fastest that torch has for this matrix."""
+    return (PackedProduct if can_pack(weight) else DenseProduct)(weight, bias)
+
+
+def fused(linears: Sequence[Any], make: MakeProduct = make_product) -> Product:
     """One product for linear modules with the same input, outputs side by side.
 
     Afterwards the modules' weights are views of the product's, or empty where it is packed: the
@@ -97,21 +130,21 @@ def fused(linears: Sequence[Any]) -> Product:
         bias = None
         if any(module.bias is not None for module in linears):
             bias = torch.cat([_bias(module) for module in linears])
-    if can_pack(weight):
+    product = make(weight, bias)
+    if isinstance(product, PackedProduct):
         for module in linears:
             module.weight = _parameter(weight.new_empty(0))
-        return PackedProduct(weight, bias)
+        return product
     start = 0
     for module in linears:
         end = start + module.out_features
         module.weight = _parameter(weight[start:end])
         start = end
-    return DenseProduct(weight, bias)
+    return product
 
 
-def head(module: Any) -> Product:
+def head(module: Any, make: MakeProduct = make_product) -> Product:
     """The product of a language head, whose matrix may be the embedding too and stays as it is."""
-    make = PackedProduct if can_pack(module.weight) else DenseProduct
     return make(module.weight.detach(), module.bias)
 
 

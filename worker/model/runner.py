@@ -8,7 +8,7 @@ new token are in the pages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -16,10 +16,13 @@ import torch
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.storage import TorchStorage
 from worker.model.backend import BackendMaker, PagedLayers, backend_of
+from worker.model.decode import DecodeRunner
 from worker.model.errors import AttentionInputError
 from worker.model.loader import LoadedModel
 from worker.model.networks import Network, network_of
 from worker.model.step import SequenceSlice, check_batch, order
+
+MakeDecode = Callable[[PagedLayers], DecodeRunner]
 
 __all__ = ["ModelRunner", "SequenceSlice"]
 
@@ -39,10 +42,12 @@ class ModelRunner:
         storage: TorchStorage,
         network: Network | None = None,
         backend: BackendMaker = backend_of,
+        decoding: MakeDecode | None = None,
     ) -> None:
         """Without a ``network`` the family's fastest one is made, which takes the weights over.
 
-        ``backend`` makes the attention backend.
+        ``backend`` makes the attention backend, ``decoding`` what batches of single tokens go
+        through where it accepts them; mixed batches must not rely on cleared pages then.
         """
         layers = PagedLayers(plan, storage, loaded.specs, loaded.dtype)
         for spec in loaded.specs:
@@ -56,6 +61,7 @@ class ModelRunner:
         self._device = loaded.device
         self._geometries = layers.geometries
         self._backend = backend(layers)
+        self._decode = None if decoding is None else decoding(layers)
         self._network = network_of(loaded) if network is None else network
 
     @torch.inference_mode()
@@ -71,6 +77,8 @@ class ModelRunner:
                 computed.
         """
         check_batch(batch, self._geometries)
+        if self._decode is not None and self._decode.accepts(batch):
+            return self._decode.forward(batch)
         flat = order(batch)
         pieces = [batch[index] for index in flat]
         context = self._backend.begin(pieces)

@@ -109,7 +109,7 @@ class TritonAttention:
     """The layers of one model. ``tilings`` are chosen by dtype and head_dim."""
 
     def __init__(self, layers: Sequence[KernelPages]) -> None:
-        self._layers = tuple(layers)
+        self.layers = tuple(layers)
 
     def attend(
         self,
@@ -121,7 +121,7 @@ class TritonAttention:
         softcap: float | None = None,
     ) -> torch.Tensor:
         """Write the new rows of layer ``index`` and attend: see :func:`read` and :func:`write`."""
-        layer = self._layers[index]
+        layer = self.layers[index]
         check_query(layer, metadata, query)
         write(layer, metadata, key_value, query.dtype)
         return read(layer, metadata, query, scale, softcap)

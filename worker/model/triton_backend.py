@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
-from worker.model.attention import AttentionStep
+from worker.model.attention import AttentionStep, Target
 from worker.model.backend import AttentionBackend, PagedLayers
 from worker.model.step import SequenceSlice
 from worker.model.step_metadata import MetadataShape, StepMetadata, describe_step
-from worker.model.triton_attention import KernelPages, TritonAttention
+from worker.model.triton_attention import KernelPages, TritonAttention, read
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,18 @@ class TritonStep(AttentionStep):
     ) -> torch.Tensor:
         return self.attention.attend(self.metadata, index, query, key_value, scale, softcap)
 
+    @override
+    def target(self, index: int) -> Target:
+        layer = self.attention.layers[index]
+        group = self.metadata.groups[layer.group]
+        return Target(layer.pages, group.write_slots, group.write_offsets)
+
+    @override
+    def attend_stored(
+        self, index: int, query: torch.Tensor, key_value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        return read(self.attention.layers[index], self.metadata, query, scale)
+
 
 class TritonBackend(AttentionBackend):
     """Pages stay where they are; a step is described in one vector."""
@@ -51,6 +63,10 @@ class TritonBackend(AttentionBackend):
                 for spec in layers.specs
             ]
         )
+
+    def over(self, metadata: StepMetadata) -> TritonStep:
+        """A step that follows metadata in fixed memory, for captured graphs."""
+        return TritonStep(self.attention, metadata)
 
     @override
     def begin(self, pieces: Sequence[SequenceSlice]) -> TritonStep:

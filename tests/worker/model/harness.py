@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from kvcache_core.layout import LayoutPlan
 from kvcache_core.storage import TorchStorage
 from worker.config import ElementType
 from worker.model.backend import BackendMaker, backend_of
-from worker.model.loader import load_model
+from worker.model.loader import LoadedModel, load_model
 from worker.model.runner import ModelRunner, SequenceSlice
 
 Ints = npt.NDArray[np.int32]
@@ -35,6 +35,7 @@ class PagedModel:
         device: str = "cpu",
         dtype: ElementType = "float32",
         backend: BackendMaker = backend_of,
+        make_runner: Callable[[LoadedModel, LayoutPlan, TorchStorage], ModelRunner] | None = None,
     ) -> None:
         self.loaded = load_model(path, device=device, dtype=dtype)
         self.plan = LayoutPlan.derive(self.loaded.specs, tokens_per_block=tokens_per_block)
@@ -42,7 +43,12 @@ class PagedModel:
         for group in self.plan.pool_groups:
             for pool in range(len(group.slot_bytes)):
                 storage.pool_bytes(group.id, pool).fill_(0xFF)  # NaN in every float type
-        self.runner = ModelRunner(self.loaded, self.plan, storage, backend=backend)
+        self.storage = storage
+        self.runner = (
+            ModelRunner(self.loaded, self.plan, storage, backend=backend)
+            if make_runner is None
+            else make_runner(self.loaded, self.plan, storage)
+        )
         random = np.random.default_rng(seed)
         self._free = {g.id: list(random.permutation(slots)) for g in self.plan.pool_groups}
         self._tables: dict[str, list[list[int]]] = {}

@@ -51,9 +51,9 @@ _DECODE: Final[dict[tuple[int, int], Tiling]] = {
     (4, 256): Tiling(1, 16, 4, 2),
 }
 _PREFILL: Final[dict[tuple[int, int], Tiling]] = {
-    # 64 queries for each of two groups of 4 warps, which wide tensor core products work on. At width
-    # 256 tiles of 64 keys spill registers, 32 leave it at 239 a thread; at 128 it is 188. float32 has
-    # no such products.
+    # 64 queries for each of two groups of 4 warps, which wide tensor core products work on. At
+    # width 256 tiles of 64 keys spill registers, 32 leave it at 239 a thread; at 128 it is 188.
+    # float32 has no such products.
     (1, 128): Tiling(128, 64, 8, 3),
     (1, 256): Tiling(128, 32, 8, 3),
     (2, 128): Tiling(128, 64, 8, 3),

@@ -1,0 +1,1 @@
+"""The engine's speed on one device: see ``__main__``."""

@@ -1,0 +1,151 @@
+"""Decode steps in buckets over fixed memory, with kernels in Triton's interpreter and no graphs
+where there is no CUDA device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typing_extensions import override
+
+from kvcache_core.layout import LayoutPlan
+from kvcache_core.storage import TorchStorage
+from tests.worker.model.harness import PagedModel
+from worker.model.backend import PagedLayers
+from worker.model.capture import Body, Capture, CUDAGraphs, RunEachTime
+from worker.model.decode import DecodeLimits, DecodeRunner, Decoding
+from worker.model.loader import LoadedModel
+from worker.model.networks import FusedModel
+from worker.model.runner import ModelRunner
+
+kernel_layers: Any = pytest.importorskip("worker.model.kernel_layers", exc_type=ModuleNotFoundError)
+triton_backend: Any = pytest.importorskip(
+    "worker.model.triton_backend", exc_type=ModuleNotFoundError
+)
+# Rows that pad a batch hold anything, as on a device; numpy, which interprets, warns of it.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+TinyModel = Callable[[str], Path]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LIMITS = DecodeLimits((1, 4, 6), 64)
+
+
+class CountingCapture(Capture):
+    """Runs each time; counts captures."""
+
+    def __init__(self) -> None:
+        self.captured = 0
+
+    @override
+    def __call__(self, body: Body) -> Body:
+        self.captured += 1
+        return body
+
+
+class Pair:
+    """Two copies of a model: one decodes in buckets, the other as any batch."""
+
+    def __init__(self, path: Path) -> None:
+        self.capture = CountingCapture()
+        self.plain = PagedModel(path, device=DEVICE)
+        self.bucketed = PagedModel(path, device=DEVICE, make_runner=self._runner)
+
+    def _runner(self, loaded: LoadedModel, plan: LayoutPlan, storage: TorchStorage) -> ModelRunner:
+        network = FusedModel(loaded, kernel_layers.KERNEL_PARTS)
+
+        def decoding(layers: PagedLayers) -> DecodeRunner:
+            over = triton_backend.TritonBackend(layers).over
+            made = Decoding(network, over, self.capture, LIMITS)
+            return DecodeRunner(layers.geometries, storage.device, made)
+
+        return ModelRunner(loaded, plan, storage, network, triton_backend.TritonBackend, decoding)
+
+    def feed(self, **pieces: Sequence[int]) -> None:
+        """The same step on both."""
+        expected = self.plain.feed(**pieces)
+        torch.testing.assert_close(self.bucketed.feed(**pieces), expected, atol=3e-3, rtol=0)
+
+
+def test_decodes_equal_those_of_mixed_batches(tiny_model: TinyModel) -> None:
+    pair = Pair(tiny_model("qwen2"))
+    # a leaves qwen2's window, b begins a block at its first decode, c is one token long
+    pair.feed(a=range(24), b=range(8), c=[5])
+    assert pair.capture.captured == 0
+    pair.feed(a=[1])
+    pair.feed(a=[2], b=[3], c=[4])
+    pair.feed(c=[7], a=[5], b=[6])
+    assert pair.capture.captured == 2  # of 1 and of 4
+    pair.feed(a=[1], d=range(5))  # mixed again, over what the buckets wrote
+    pair.feed(**{name: [1] for name in "abcd"})
+    assert pair.capture.captured == 2
+
+
+def test_what_is_not_wanted_is_left_out(tiny_model: TinyModel) -> None:
+    pair = Pair(tiny_model("llama"))
+    pair.feed(a=range(3), b=range(4))
+    pieces = [
+        [
+            paged.slice("a", [1], wants_logits=False),
+            paged.slice("b", [2]),
+            paged.slice("c", [9], wants_logits=False),
+        ]
+        for paged in (pair.plain, pair.bucketed)
+    ]
+    expected = pair.plain.runner.forward(pieces[0])
+    found = pair.bucketed.runner.forward(pieces[1])
+    assert pair.capture.captured == 1
+    torch.testing.assert_close(found, expected, atol=3e-3, rtol=0)
+
+
+def test_padding_writes_nothing(tiny_model: TinyModel) -> None:
+    pair = Pair(tiny_model("llama"))
+    paged = pair.bucketed
+    paged.feed(a=range(3), b=range(4))
+    memory = [
+        paged.storage.pool_bytes(group.id, pool)
+        for group in paged.plan.pool_groups
+        for pool in range(len(group.slot_bytes))
+    ]
+    own = {int(t) for n in "ab" for t in paged.slice(n, [1]).block_tables[0]}
+    others = [slot for slot in range(len(memory[0])) if slot not in own]
+    before = [pool[others].clone() for pool in memory]
+    for name in "ab":
+        paged.tokens[name].pop()
+    paged.feed(a=[1], b=[2])
+    assert pair.capture.captured == 1
+    assert all(torch.equal(pool[others], kept) for pool, kept in zip(memory, before, strict=True))
+
+
+def test_what_is_accepted(tiny_model: TinyModel) -> None:
+    paged = PagedModel(tiny_model("llama"))
+    geometries: Any = paged.runner._geometries
+    nothing: Any = None
+    decoding = Decoding(nothing, nothing, RunEachTime(), LIMITS)
+    runner = DecodeRunner(geometries, torch.device("cpu"), decoding)
+    paged.slice("long", range(63))
+    last, beyond = paged.slice("long", [1]), paged.slice("long", [1])
+    singles = [paged.slice(str(i), [1]) for i in range(7)]
+    assert runner.accepts([last])
+    assert runner.accepts(singles[:6])
+    assert not runner.accepts([])
+    assert not runner.accepts(singles)
+    assert not runner.accepts([beyond])
+    assert not runner.accepts([singles[0], paged.slice("two", [1, 2])])
+    assert runner.captured == ()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_captured_graph_follows_its_inputs() -> None:
+    device = torch.device("cuda", 0)
+    source = torch.arange(4, device=device)
+    capture = CUDAGraphs(device)
+    launches = [capture(partial(torch.mul, source, factor)) for factor in (2, 3)]
+    source.copy_(torch.arange(4) + 10)
+    found = [launch().tolist() for launch in launches]
+    assert found == [(np.arange(10, 14) * factor).tolist() for factor in (2, 3)]

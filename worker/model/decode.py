@@ -1,0 +1,129 @@
+"""Decode steps over fixed device memory, one captured piece of work for each bucket of batch sizes.
+
+A batch of single tokens is padded to its bucket. Everything that changes from step to step is one
+int32 vector, uploaded with one copy: tokens, and the metadata that attention and placing read.
+Padding sequences have length 0 and their keys and values go nowhere.
+
+The caller must have the logits of a step, or have waited for the device, before the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+
+from kvcache_core.arithmetic import ceil_div
+from worker.model.attention import AttentionStep
+from worker.model.capture import Body, Capture
+from worker.model.networks import Network
+from worker.model.step import GroupGeometry, SequenceSlice
+from worker.model.step_metadata import MetadataShape, StepMetadata, describe_step
+
+BUCKETS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Batch sizes that are captured: at most a third of a batch above 2 is padding below 16, a third
+above. Each is captured when it is first needed.
+"""
+
+
+MakeStep = Callable[[StepMetadata], AttentionStep]
+"""A step of a backend that follows metadata in fixed memory."""
+
+
+@dataclass(frozen=True)
+class DecodeLimits:
+    """Batch sizes to capture, ascending, and the longest sequence that a captured step takes."""
+
+    buckets: tuple[int, ...]
+    max_sequence_tokens: int
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How decode steps run apart from mixed ones. The network and the step must place rows whose
+    slots are negative nowhere.
+    """
+
+    network: Network
+    step: MakeStep
+    capture: Capture
+    limits: DecodeLimits
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Memory of one batch size. ``host`` is pinned where the device is CUDA."""
+
+    shape: MetadataShape
+    host: torch.Tensor
+    vector: torch.Tensor
+    launch: Body
+
+
+class DecodeRunner:
+    """Runs batches of single tokens."""
+
+    def __init__(
+        self,
+        geometries: tuple[GroupGeometry, ...],
+        device: torch.device,
+        decoding: Decoding,
+    ) -> None:
+        self._geometries = geometries
+        self._decoding = decoding
+        self._device = device
+        longest = decoding.limits.max_sequence_tokens
+        self._widths = tuple(ceil_div(longest, part.tokens_per_block) for part in geometries)
+        self._buckets: dict[int, _Bucket] = {}
+
+    @property
+    def captured(self) -> tuple[int, ...]:
+        """Batch sizes captured so far, ascending."""
+        return tuple(sorted(self._buckets))
+
+    def accepts(self, batch: Sequence[SequenceSlice]) -> bool:
+        """Whether this is a decode batch within the limits."""
+        limits = self._decoding.limits
+        return 0 < len(batch) <= limits.buckets[-1] and all(
+            len(piece.tokens) == 1 and piece.end <= limits.max_sequence_tokens for piece in batch
+        )
+
+    def forward(self, batch: Sequence[SequenceSlice]) -> torch.Tensor:
+        """Compute an accepted batch: float32 logits ``[number of wants_logits, vocab_size]`` in
+        batch order, valid until the next step.
+        """
+        size = next(size for size in self._decoding.limits.buckets if size >= len(batch))
+        shape = MetadataShape.for_decode(size, self._widths)
+        described = describe_step(batch, self._geometries, shape)
+        tokens = np.zeros(size, np.int32)
+        tokens[: len(batch)] = [piece.tokens[0] for piece in batch]
+        values = torch.from_numpy(np.concatenate((described, tokens)))
+        bucket = self._buckets.get(size)
+        if bucket is None:
+            bucket = self._make(shape, values)
+            self._buckets[size] = bucket
+        else:
+            bucket.host.copy_(values)
+            bucket.vector.copy_(bucket.host, non_blocking=True)
+        logits = bucket.launch()
+        wanted = [row for row, piece in enumerate(batch) if piece.wants_logits]
+        if len(wanted) == len(batch):
+            return logits[: len(batch)]
+        return logits[torch.tensor(wanted, dtype=torch.int64).to(logits.device)]
+
+    def _make(self, shape: MetadataShape, values: torch.Tensor) -> _Bucket:
+        """Capture a bucket, with the batch of ``values`` in its memory."""
+        vector = values.to(self._device)
+        host = values.pin_memory() if self._device.type == "cuda" else values
+        metadata = StepMetadata(shape, vector[: shape.total])
+        tokens = vector[shape.total :]
+        rows = torch.arange(shape.rows, device=self._device)
+        step = self._decoding.step(metadata)
+
+        def body() -> torch.Tensor:
+            return self._decoding.network(tokens, metadata.starts, step, rows)
+
+        return _Bucket(shape, host, vector, self._decoding.capture(body))
