@@ -9,6 +9,9 @@ import torch
 
 DEVICES: Final = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 
+SEVERAL_DEVICES: Final = ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu))
+"""The same for tests that want a GPU a rank."""
+
 
 def usable(device: str) -> str:
     """The device, or a skip (a failure under ``--require-gpu``) when it is not there."""

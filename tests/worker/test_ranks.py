@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.devices import DEVICES, usable_for
+from tests.support.devices import SEVERAL_DEVICES, usable_for
 from tests.support.oracle import ReferenceModel
 from tests.support.raw_front_end import RawFrontEnd, WorkerRun, start_workers
 from tests.worker.test_host import (
@@ -62,7 +62,7 @@ class Instances:
     model: ReferenceModel
 
 
-@pytest.fixture(scope="module", params=DEVICES)
+@pytest.fixture(scope="module", params=SEVERAL_DEVICES)
 def instances(
     request: pytest.FixtureRequest,
     tiny_model: Callable[[str], Path],
