@@ -106,8 +106,12 @@ class InstanceKeeper:
             async with asyncio.TaskGroup() as group:
                 for plan in self._plans:
                     group.create_task(self._keep(plan), name=f"keep {plan.name}")
-        except* StartError as errors:
-            raise _first(errors) from errors
+        except BaseExceptionGroup as errors:
+            # Not except*: Python 3.11.2 wraps what is raised there into a group again.
+            failed, others = errors.split(StartError)
+            if failed is None or others is not None:
+                raise
+            raise _first(failed) from errors
 
     async def _keep(self, plan: InstancePlan) -> None:
         state = Supervision()
