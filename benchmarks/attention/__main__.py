@@ -21,6 +21,7 @@ from benchmarks import report
 from benchmarks.attention.cases import CASES, Case, tiny_cases
 from benchmarks.attention.memory import Memory
 from benchmarks.attention.timing import seconds
+from benchmarks.engine.timing import copy_bandwidth
 from worker.model.kernels.scoring import LOG2_E
 from worker.model.kernels.tilings import Tiling
 from worker.model.triton_attention import TritonAttention, decode, prefill, read
@@ -46,13 +47,11 @@ PREFILL_TILINGS: Final = [
 def limits(device: torch.device) -> dict[str, float]:
     """The device's own copy in bytes read and written a second, and its bf16 matmul."""
     size, side = COPY_BYTES[device.type], MATMUL_SIDE[device.type]
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copy = seconds(lambda: void(target.copy_(source)), device)
+    copy = copy_bandwidth(device, size)
     left = torch.randn(side, side, dtype=torch.bfloat16, device=device)
     out = torch.empty_like(left)
     product = seconds(lambda: void(torch.mm(left, left, out=out)), device)
-    return {"copy_gb_s": 2 * size / copy / 1e9, "matmul_tflop_s": 2 * side**3 / product / 1e12}
+    return {"copy_gb_s": copy / 1e9, "matmul_tflop_s": 2 * side**3 / product / 1e12}
 
 
 def void(_: object) -> None:

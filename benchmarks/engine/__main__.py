@@ -138,8 +138,14 @@ def _engine(
     parts.add("prefill_8k_ms", lambda: steps.prefill_ms(scaled(8192)))
     parts.add("b64_4k_step_ms", lambda: steps.decode_step_ms(many, context))
     loop = Loop(loaded, plan, storage, runner, CHUNK_TOKENS)
-    parts.add("cb_64_tok_s", lambda: loop.tok_s(Load(many, scaled(1024), scaled(128))))
-    parts.add("cb_256_tok_s", lambda: loop.tok_s(Load(scaled(256), scaled(256), scaled(256))))
+
+    def warm_tok_s(load: Load) -> float:
+        # What is met for the first time is compiled and captured, seconds that come once.
+        loop.tok_s(load)
+        return loop.tok_s(load)
+
+    parts.add("cb_64_tok_s", lambda: warm_tok_s(Load(many, scaled(1024), scaled(128))))
+    parts.add("cb_256_tok_s", lambda: warm_tok_s(Load(scaled(256), scaled(256), scaled(256))))
     if parts.figures["floor_tok_s"] and parts.figures["decode_b1_tok_s"]:
         ratio = parts.figures["decode_b1_tok_s"] / parts.figures["floor_tok_s"]
         parts.figures["decode_b1_of_floor"] = round(ratio, 3)
