@@ -108,7 +108,9 @@ def _rotate_and_store(  # noqa: PLR0913
     slot = tl.load(slots + token).to(tl.int64)
     offset = tl.load(offsets + token).to(tl.int64)
     row = head - num_query
-    stored = ((row >= 0) & valid & (slot >= 0))[:, None]
+    # A vector of truth values: the interpreter of Triton 3.9 makes numbers of a scalar's.
+    placed = (row * 0 + slot) >= 0
+    stored = ((row >= 0) & valid & placed)[:, None]
     target = pages + slot * slot_stride + offset * token_stride
     target += ((row // num_kv) * kind_stride + (row % num_kv) * head_stride)[:, None]
     kept = pages.dtype.element_ty
