@@ -45,7 +45,9 @@ class GenerationRank:
 
     async def dial(self, told: Mapping[str, Any]) -> dict[str, Any]:
         """Connect to every context rank, with agent and raw endpoint; lanes in use."""
-        self._sources = [PeerAddress.model_validate(source, strict=False) for source in told["sources"]]
+        self._sources = [
+            PeerAddress.model_validate(source, strict=False) for source in told["sources"]
+        ]
         for agent in self._agents.values():
             for source in self._sources:
                 await agent.warm(source)
