@@ -33,42 +33,44 @@ class Engine:
 
     def __init__(self, job: dict[str, Any]) -> None:
         import vllm
+        from vllm.sampling_params import RequestOutputKind
 
         tell(fact="version", value=vllm.__version__)
-        self._llm: Any = vllm.LLM(**job["engine"])
+        self._engine: Any = vllm.LLM(**job["engine"]).llm_engine
         self._params: Any = vllm.SamplingParams
+        # LLM.generate and LLM.enqueue ask for the last output alone, which hides the steps.
+        self._kind: Any = RequestOutputKind.DELTA
+        self._made = 0
         self._random = random.Random(0)
         self._vocab: int = job["vocab"]
 
     def run(self, requests: int, prompt: int, output: int) -> tuple[float, list[tuple[float, int]]]:
         """When the requests were made, and of each step with tokens when it ended and how many
-        sequences got one.
+        there were: one of each sequence that ran.
         """
         prompts = [
             {"prompt_token_ids": [self._random.randrange(1, self._vocab) for _ in range(prompt)]}
             for _ in range(requests)
         ]
         params = self._params(
-            max_tokens=output, min_tokens=output, temperature=0, ignore_eos=True, detokenize=False
+            max_tokens=output,
+            temperature=0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=self._kind,
         )
-        lengths: dict[str, int] = {}
         steps: list[tuple[float, int]] = []
         began = time.perf_counter()
-        self._llm.enqueue(prompts, params, use_tqdm=False)
-        engine = self._llm.llm_engine
-        while engine.has_unfinished_requests():
-            grown = 0
-            for one in engine.step():
-                length = len(one.outputs[0].token_ids)
-                grown += length > lengths.get(one.request_id, 0)
-                lengths[one.request_id] = length
-            if grown:
-                steps.append((time.perf_counter(), grown))
-        if sum(lengths.values()) != requests * output:
-            raise RuntimeError(
-                f"expected {requests} x {output} tokens, got {sum(lengths.values())} of "
-                f"{len(lengths)} requests"
-            )
+        for one in prompts:
+            self._made += 1
+            self._engine.add_request(str(self._made), one, params)
+        while self._engine.has_unfinished_requests():
+            tokens = sum(len(one.outputs[0].token_ids) for one in self._engine.step())
+            if tokens:
+                steps.append((time.perf_counter(), tokens))
+        found = sum(tokens for _, tokens in steps)
+        if found != requests * output:
+            raise RuntimeError(f"expected {requests} x {output} tokens, got {found}")
         return began, steps
 
 

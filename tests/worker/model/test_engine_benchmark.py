@@ -32,6 +32,8 @@ COMMON += [f"--{name.replace('_', '-')}={size}" for name, size in vars(SHAPE).it
 FAKE_VLLM = """
 from types import SimpleNamespace as Some
 
+from vllm.sampling_params import RequestOutputKind
+
 __version__ = "0.24.0"
 SamplingParams = Some
 
@@ -42,31 +44,38 @@ class LLM:
         assert open(model + "/config.json").read()
         self.llm_engine = self
         self.longest = max_model_len
-        self.running = {}
+        self.wanted = {}
         print("made an engine")
 
-    def enqueue(self, prompts, params, use_tqdm):
-        assert max(len(one["prompt_token_ids"]) for one in prompts) < self.longest
-        self.running = {str(index): [] for index in range(len(prompts))}
-        self.wanted = params.max_tokens
+    def add_request(self, name, prompt, params):
+        assert name not in self.wanted, "an id twice at once"
+        assert len(prompt["prompt_token_ids"]) + params.max_tokens <= self.longest
+        assert params.ignore_eos and params.output_kind is RequestOutputKind.DELTA
+        self.wanted[name] = params.max_tokens
+        prompts = len(self.wanted)
         BROKEN
 
     def has_unfinished_requests(self):
-        return any(len(tokens) < self.wanted for tokens in self.running.values())
+        return bool(self.wanted)
 
     def step(self):
-        for tokens in self.running.values():
-            tokens.append(1)
-        return [
-            Some(request_id=name, outputs=[Some(token_ids=tokens)])
-            for name, tokens in self.running.items()
-        ]
+        running = self.wanted
+        self.wanted = {name: left - 1 for name, left in running.items() if left > 1}
+        return [Some(request_id=name, outputs=[Some(token_ids=[1])]) for name in running]
+"""
+FAKE_KINDS = """
+from enum import Enum
+
+RequestOutputKind = Enum("RequestOutputKind", "CUMULATIVE DELTA FINAL_ONLY")
 """
 
 
 def fake_python(directory: Path, broken: str = "") -> str:
     """A Python that has something like vLLM."""
-    (directory / "vllm.py").write_text(FAKE_VLLM.replace("BROKEN", broken))
+    package = directory / "vllm"
+    package.mkdir()
+    (package / "__init__.py").write_text(FAKE_VLLM.replace("BROKEN", broken))
+    (package / "sampling_params.py").write_text(FAKE_KINDS)
     python = directory / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={directory} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
@@ -131,7 +140,7 @@ def test_a_peer_that_is_not_there_is_null_with_the_reason(
 
 
 def test_one_part_of_vllm_fails_alone(tmp_path: Path) -> None:
-    broken = "assert len(prompts) != 4, 'too many'"
+    broken = "assert prompts != 4, 'too many'"
     figures = Figures()
     measure(job(fake_python(tmp_path, broken)), figures)
     found = figures.result(None)["vllm"]
@@ -141,7 +150,7 @@ def test_one_part_of_vllm_fails_alone(tmp_path: Path) -> None:
 
 
 def test_vllm_dies(tmp_path: Path) -> None:
-    broken = "import os; print('no memory', flush=True); len(prompts) == 4 and os._exit(3)"
+    broken = "import os; print('no memory', flush=True); prompts == 4 and os._exit(3)"
     figures = Figures()
     measure(job(fake_python(tmp_path, broken)), figures)
     found = figures.result(None)["vllm"]
