@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
-from benchmarks import closed_loop, options, prompts, report
+from benchmarks import closed_loop, interpreter_waits, options, prompts, report
 from benchmarks.endpoint import Endpoint, discover, named_url
 from benchmarks.serve_figures import (
     OURS,
@@ -143,13 +143,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parse(arguments)
     peers = {name: discover(name, url) for name, url in given.peer_url}
     with contextlib.ExitStack() as stack:
-        sides = started(given, stack) | peers
-        modes = measure(given, sides, [turns[0] for turns in prompts.mt_bench(CACHE)])
+        ours = started(given, stack)
+        modes = measure(given, ours | peers, [turns[0] for turns in prompts.mt_bench(CACHE)])
+        waits = {
+            name: interpreter_waits.read(side.url)
+            for name, side in ours.items()
+            if isinstance(side, Endpoint)
+        }
     print(table(modes))
     result = {
         "modes": modes,
         "ratios": ratios(modes),
         "peers": beside(modes, list(peers)),
+        "interpreter_waits": waits,
         "unequal_prompts": unequal_prompts(modes),
         "threads": given.threads,
     }
