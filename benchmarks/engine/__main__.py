@@ -62,18 +62,15 @@ class Comparison:
     def run(self) -> dict[str, Any]:
         """Everything that is asked for."""
         self._here()
-        gc.collect()
-        if self._device.type == "cuda":
-            torch.compiler.reset()
-            gc.collect()
-            torch.cuda.empty_cache()
-        self._vllm()
+        keys = self._selection.keys(VLLM)
+        try:
+            self._vllm(keys)
+        except Exception as error:  # noqa: BLE001  # reported: a device that failed us fails here
+            self._figures.failed(VLLM, keys, error)
         for side in (OURS, TRANSFORMERS, VLLM):
             self._figures.left_out(side, self._selection.left_out(side))
         print(self._figures.table(), flush=True)
-        copied = self._limits[0]["copy_gb_s"] * 1e9
-        floor = copied / self._shape.weight_bytes(self._dtype.itemsize)
-        return {**self._figures.result(round(floor, 3)), "limits": self._limits}
+        return {**self._figures.result(self._floor_tok_s()), "limits": self._limits}
 
     def _here(self) -> None:
         """What this process measures. All of its memory is free at the end."""
@@ -111,14 +108,14 @@ class Comparison:
         self._figures.lacks(TRANSFORMERS, ["start_s"], "it starts in a process that already runs")
         return made.entrants()
 
-    def _vllm(self) -> None:
-        keys = self._selection.keys(VLLM)
+    def _vllm(self, keys: Sequence[str]) -> None:
         if not keys:
             return
         if self._given.vllm_python is None:
             reason = "not given: --vllm-python names a Python that has vLLM"
             self._figures.lacks(VLLM, keys, reason)
             return
+        self._release()
         self._measure_limits("before vllm")
         left_s = self._budget.left_s()
         if left_s <= 0:
@@ -138,9 +135,27 @@ class Comparison:
         self._measure_limits("after vllm")
 
     def _measure_limits(self, when: str) -> None:
-        found = {"when": when, **asdict(limits.measure(self._device))}
+        found: dict[str, Any] = {"when": when}
+        try:
+            found |= asdict(limits.measure(self._device))
+        except Exception as error:  # noqa: BLE001  # told, and figures are worth having without
+            found["error"] = f"{type(error).__name__}: {error}"
         self._limits.append(found)
         print(found, flush=True)
+
+    def _floor_tok_s(self) -> float | None:
+        """By the first copy that was measured."""
+        copied = [one["copy_gb_s"] * 1e9 for one in self._limits if "copy_gb_s" in one]
+        weights = self._shape.weight_bytes(self._dtype.itemsize)
+        return round(copied[0] / weights, 3) if copied else None
+
+    def _release(self) -> None:
+        """All device memory of this process, compiled graphs' too."""
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.compiler.reset()
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def _free_share(self) -> float:
         if self._device.type != "cuda":

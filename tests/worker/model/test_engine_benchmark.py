@@ -139,6 +139,20 @@ def test_a_peer_that_is_not_there_is_null_with_the_reason(
     assert "FileNotFoundError" in figures.result(None)["vllm"]["absent"]["start_s"]
 
 
+def test_figures_are_worth_having_without_limits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails(device: torch.device) -> None:
+        raise RuntimeError(f"{device.type} is gone")
+
+    monkeypatch.setattr("benchmarks.limits.measure", fails)
+    more = ("--only", "vllm.start_s", "--vllm-python", fake_python(tmp_path))
+    result = run(capsys, *more)
+    assert result["vllm"]["start_s"] > 0
+    assert result["floor_tok_s"] is None
+    assert result["limits"][0]["error"] == f"RuntimeError: {DEVICE} is gone"
+
+
 def test_one_part_of_vllm_fails_alone(tmp_path: Path) -> None:
     broken = "assert prompts != 4, 'too many'"
     figures = Figures()
