@@ -8,7 +8,6 @@ from typing import Final
 
 from benchmarks.engine.figures import OURS, SIDES
 from benchmarks.engine.workloads import KEYS
-from benchmarks.timing import process_age_s
 
 HAS: Final = {
     OURS: tuple(key for key in KEYS if key != "decode_b1_compiled_tok_s"),
@@ -56,11 +55,11 @@ class Selection:
 
 
 class Budget:
-    """Seconds from the program's start within which parts may begin."""
+    """Seconds from now on within which parts may begin."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._ends = time.monotonic() + seconds - process_age_s()
+        self._ends = time.monotonic() + seconds
 
     def left_s(self) -> float:
         """Until no part begins any more."""
