@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import cast
 
 import numpy as np
 from typing_extensions import override
 
+from benchmarks.engine.workloads import Load
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.manager import UnifiedKVCacheManager
 from kvcache_core.storage import TorchStorage
@@ -28,15 +28,6 @@ from worker.prefixes import PullLimits
 from worker.ranks import RankManager
 
 DEADLINE_MS = 3_600_000
-
-
-@dataclass(frozen=True)
-class Load:
-    """``requests`` at once, each of ``prompt`` random tokens, for ``output`` greedy ones."""
-
-    requests: int
-    prompt: int
-    output: int
 
 
 class NoTransfers:
