@@ -152,6 +152,15 @@ DemotionStepsOption = Annotated[
     int | None,
     typer.Option(help="Steps for which they do (default: 8).", rich_help_panel=CAPACITY),
 ]
+HooksOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODULE:ATTRIBUTE",
+        help="What the model declares about its run: a RuntimeHooks that workers can import "
+        "(default: nothing).",
+        rich_help_panel=CAPACITY,
+    ),
+]
 TransportOption = Annotated[
     str | None,
     typer.Option(
@@ -227,6 +236,7 @@ def serve(  # noqa: PLR0913  one parameter an option is how typer works
     max_running: RunningOption = None,
     ctx_demote_uncached_tokens: DemotionOption = None,
     ctx_demote_max_iters: DemotionStepsOption = None,
+    runtime_hooks: HooksOption = None,
     require_transport: TransportOption = None,
     load_rule: LoadRuleOption = None,
     new_conversation_follow: FollowOption = None,

@@ -29,7 +29,7 @@ from router.rules import LoadRule, NewConversationFollow
 from services.environment import DEMOTION_VARIABLES, Environment
 from services.errors import ConfigError
 from services.units import parse_bytes, parse_duration_ms
-from worker.config import ElementType
+from worker.config import ElementType, HooksEntry
 from worker.messages import WorkerRole
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -104,6 +104,8 @@ class ServeConfig(BaseModel):
     The environment may say both (PAGEFERRY_CTX_DEMOTE_*)."""
     ctx_demote_max_iters: int = Field(default=8, ge=1)
     """Steps for which they do."""
+    runtime_hooks: HooksEntry | None = None
+    """``module:attribute`` with the model's RuntimeHooks, importable where workers run."""
     require_transport: str | None = None
     load_rule: LoadRule = LoadRule.ESTIMATED
     new_conversation_follow: NewConversationFollow = NewConversationFollow.SPECIFIC

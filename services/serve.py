@@ -128,6 +128,7 @@ def worker_config(
         max_running=config.max_running,
         ctx_demote_uncached_tokens=config.ctx_demote_uncached_tokens,
         ctx_demote_max_iters=config.ctx_demote_max_iters,
+        runtime_hooks=config.runtime_hooks,
         torch_threads=plan.torch_threads,
         tensor_parallel_size=plan.tensor_parallel_size,
         transfer_timeout_ms=config.transfer_timeout_ms,

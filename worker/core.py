@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from worker.config import WorkerConfig
 from worker.demand import PageDemand
 from worker.engine import Engine, EngineLimits, EngineParts
 from worker.executor import ModelExecutor
+from worker.hook_declarations import declared_hooks
 from worker.leading import LeaderTransfers
 from worker.messages import SamplingParams
 from worker.model.loader import LoadedModel, load_model
@@ -29,7 +31,10 @@ from worker.prefixes import PullLimits
 from worker.rank_meeting import RankMeeting
 from worker.ranks import RankManager
 from worker.recording import Follower, LeaderManager
+from worker.runtime_hooks import RuntimeHooks, manager_class, refuse_idle
 from worker.scheduler import Demotion
+
+logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 16
 
@@ -47,6 +52,7 @@ class RankCore:
     """What is there once the model is loaded, before anybody can connect."""
 
     loaded: LoadedModel
+    hooks: RuntimeHooks
     plan: LayoutPlan
     storage: TorchStorage
     pages: UnifiedKVCacheManager
@@ -59,8 +65,10 @@ def load_core(
     config: WorkerConfig, meeting: RankMeeting | None, progress: Callable[[str], None]
 ) -> RankCore:
     """Load the model, or this rank's part of it where there is somebody to meet, and allocate its
-    pages. Raises ModelLoadError, or ValueError for pages that do not fit.
+    pages. Raises ModelLoadError, or ValueError for pages that do not fit and for runtime hooks that
+    cannot be used.
     """
+    declarations = declared_hooks(config.runtime_hooks)
     ranks: RankSum = WholeModel()
     if meeting is not None:
         progress("meeting the other ranks")
@@ -81,11 +89,21 @@ def load_core(
     sizing = SizingDemand(
         chunk_tokens=config.max_batch_tokens, typical_sequence_tokens=min(limit, 2048)
     )
-    slots = plan.slots_for(config.kv_cache_bytes, sizing)
+    hooks = declarations.of(loaded.facts.family)
+    if config.runtime_hooks is not None:
+        logger.info("runtime hooks of %s: %s", loaded.facts.family, hooks.declared)
+    refuse_idle(hooks, plan)
+    cache = manager_class(hooks, UnifiedKVCacheManager)
+    slots = cache.slots_for(plan, config.kv_cache_bytes, sizing)
     host_slots = plan.host_slots_for(config.host_cache_bytes, slots)
     storage = TorchStorage(plan, slots, loaded.device, host_slots=host_slots)
-    pages = UnifiedKVCacheManager(
-        plan, slots, storage, incarnation=str(config.incarnation), host_slots=host_slots
+    pages = cache(
+        plan,
+        slots,
+        storage,
+        incarnation=str(config.incarnation),
+        host_slots=host_slots,
+        low_priority_snapshot_prompt_len=hooks.hybrid_cache.low_priority_snapshot_prompt_len,
     )
     demand = PageDemand(plan, max_chunk_tokens=config.max_batch_tokens)
     longest = min(limit, demand.longest(RankManager(pages).total_slots()))
@@ -100,7 +118,7 @@ def load_core(
         f"sequences of up to {longest} tokens"
     )
     executor = ModelExecutor(ModelRunner(loaded, plan, storage), loaded.device)
-    return RankCore(loaded, plan, storage, pages, executor, demand, longest)
+    return RankCore(loaded, hooks, plan, storage, pages, executor, demand, longest)
 
 
 def warm_up(core: RankCore) -> None:
@@ -155,11 +173,17 @@ def make_engine(
             pulls=PullLimits(
                 least_tokens=config.least_pull_tokens, timeout_ms=config.pull_timeout_ms
             ),
-            demotion=None
-            if config.ctx_demote_uncached_tokens is None
-            else Demotion(config.ctx_demote_uncached_tokens, config.ctx_demote_max_iters),
+            demotion=demotion_of(config, core.hooks),
         ),
     )
+
+
+def demotion_of(config: WorkerConfig, hooks: RuntimeHooks) -> Demotion | None:
+    """The configured demotion; without a threshold, the one that the model may declare."""
+    threshold = config.ctx_demote_uncached_tokens
+    if threshold is None and hooks.exact_context_demotion:
+        threshold = config.max_batch_tokens
+    return None if threshold is None else Demotion(threshold, config.ctx_demote_max_iters)
 
 
 def limit_threads(config: WorkerConfig) -> None:
