@@ -117,6 +117,14 @@ CacheOption = Annotated[
         rich_help_panel=CAPACITY,
     ),
 ]
+FractionOption = Annotated[
+    float | None,
+    typer.Option(
+        help="KV cache of an instance on a GPU, as a share of what is free beside weights, a step "
+        "and transfers (default: 0.9).",
+        rich_help_panel=CAPACITY,
+    ),
+]
 HostCacheOption = Annotated[
     str | None,
     typer.Option(
@@ -229,6 +237,7 @@ def serve(  # noqa: PLR0913  one parameter an option is how typer works
     dtype: DtypeOption = None,
     torch_threads: ThreadsOption = None,
     kv_cache_bytes: CacheOption = None,
+    kv_cache_fraction: FractionOption = None,
     host_cache_bytes: HostCacheOption = None,
     tokens_per_block: BlockOption = None,
     max_sequence_tokens: SequenceOption = None,

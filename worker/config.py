@@ -51,7 +51,13 @@ class WorkerConfig(BaseModel):
     """Port for other workers; 0 takes a free one."""
     cluster_token: str = Field(repr=False)
     tokens_per_block: int = Field(default=64, ge=1)
-    kv_cache_bytes: int = Field(default=1 << 30, gt=0)
+    kv_cache_bytes: int | None = Field(default=1 << 30, gt=0)
+    """None: measured, on a GPU that no other instance shares."""
+    kv_cache_fraction: float = Field(default=0.9, gt=0, le=1)
+    """Share of what is measured to be free beside weights, a step and transfers."""
+    staging_pairs: int = Field(default=0, ge=0)
+    """Ranks of other instances that pages may travel to or from, for whose staging a GPU is to
+    have room."""
     host_cache_bytes: int = Field(default=0, ge=0)
     """Host memory for pages that the cache has no room for."""
     max_sequence_tokens: int | None = None

@@ -15,14 +15,17 @@ from kvcache_core.layout import LayoutPlan
 from kvcache_core.manager import UnifiedKVCacheManager
 from kvcache_core.sizing import SizingDemand
 from kvcache_core.storage import TorchStorage
+from worker.cache_size import Candidate, limit_torch, size_cache
 from worker.config import WorkerConfig
 from worker.demand import PageDemand
+from worker.device_memory import DeviceMemory, device_memory
 from worker.engine import Engine, EngineLimits, EngineParts
 from worker.executor import ModelExecutor
 from worker.hook_declarations import declared_hooks
 from worker.leading import LeaderTransfers
 from worker.messages import SamplingParams
 from worker.model.loader import LoadedModel, load_model
+from worker.model.networks import network_of
 from worker.model.rank_sum import OnlyRank as WholeModel
 from worker.model.rank_sum import RankSum
 from worker.model.runner import ModelRunner
@@ -62,11 +65,15 @@ class RankCore:
 
 
 def load_core(
-    config: WorkerConfig, meeting: RankMeeting | None, progress: Callable[[str], None]
+    config: WorkerConfig,
+    meeting: RankMeeting | None,
+    progress: Callable[[str], None],
+    memory_of: Callable[[torch.device], DeviceMemory | None] = device_memory,
 ) -> RankCore:
     """Load the model, or this rank's part of it where there is somebody to meet, and allocate its
-    pages. Raises ModelLoadError, or ValueError for pages that do not fit and for runtime hooks that
-    cannot be used.
+    pages, as many as ``memory_of`` its device says there is room for unless their bytes are
+    configured. Raises ModelLoadError, or ValueError for pages that do not fit and for runtime hooks
+    that cannot be used.
     """
     declarations = declared_hooks(config.runtime_hooks)
     ranks: RankSum = WholeModel()
@@ -94,7 +101,23 @@ def load_core(
         logger.info("runtime hooks of %s: %s", loaded.facts.family, hooks.declared)
     refuse_idle(hooks, plan)
     cache = manager_class(hooks, UnifiedKVCacheManager)
-    slots = cache.slots_for(plan, config.kv_cache_bytes, sizing)
+    network = network_of(loaded)
+
+    def executor_over(storage: TorchStorage) -> ModelExecutor:
+        return ModelExecutor(ModelRunner(loaded, plan, storage, network), loaded.device)
+
+    memory = memory_of(loaded.device)
+    candidate = Candidate(
+        plan=plan,
+        manager=cache,
+        demand=sizing,
+        ranks=ranks,
+        device=loaded.device,
+        max_sequence_tokens=limit,
+        executor_over=executor_over,
+    )
+    size = size_cache(config, candidate, memory, progress)
+    slots = cache.slots_for(plan, size.quota_bytes, sizing)
     host_slots = plan.host_slots_for(config.host_cache_bytes, slots)
     storage = TorchStorage(plan, slots, loaded.device, host_slots=host_slots)
     pages = cache(
@@ -108,17 +131,16 @@ def load_core(
     demand = PageDemand(plan, max_chunk_tokens=config.max_batch_tokens)
     longest = min(limit, demand.longest(RankManager(pages).total_slots()))
     if longest < 2:
-        raise ValueError(
-            f"{config.kv_cache_bytes} bytes of KV cache hold {longest} tokens; give more"
-        )
+        raise ValueError(f"{size.quota_bytes} bytes of KV cache hold {longest} tokens; give more")
     in_host_memory = f", {min(host_slots)} more in host memory" if any(host_slots) else ""
     progress(
         f"KV cache: {min(slots)} blocks of {plan.tokens_per_block} tokens, "
         f"{plan.pool_bytes(slots) / 1e6:.0f} MB{in_host_memory}; "
         f"sequences of up to {longest} tokens"
     )
-    executor = ModelExecutor(ModelRunner(loaded, plan, storage), loaded.device)
-    return RankCore(loaded, hooks, plan, storage, pages, executor, demand, longest)
+    if memory is not None:
+        limit_torch(memory, size.needs, hooks.torch_mem_safety_margin)
+    return RankCore(loaded, hooks, plan, storage, pages, executor_over(storage), demand, longest)
 
 
 def warm_up(core: RankCore) -> None:
