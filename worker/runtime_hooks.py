@@ -54,7 +54,7 @@ class RuntimeHooks:
     """Window and placement of KV-balanced admission across attention data parallel ranks."""
     exact_context_demotion: bool = False
     """Demote prompts that lack more tokens than a step has room for, where no threshold is
-    configured. What a prompt lacks is exact in either case: it is matched before it is ordered.
+    configured. Which prompts do is decided by what they exactly lack once they are matched.
     """
     hybrid_cache: HybridCachePolicy = DEFAULT_POLICY
 
@@ -71,7 +71,7 @@ class RuntimeHooks:
             if not isinstance(value, kind):
                 raise ValueError(f"{name}: expected a {kind.__name__}, got {value!r}")  # noqa: TRY004
         planner = self.kv_balanced_admission_planner
-        if planner is not None and not isinstance(planner, AdmissionPlanner):
+        if planner is not None and not {"window", "plan"} <= set(dir(planner)):
             raise ValueError(
                 "kv_balanced_admission_planner: expected an object with window() and plan(), got "
                 f"{planner!r}"

@@ -16,7 +16,7 @@ from services.config import ServeConfig
 from tests.kvcache_core.support import plan_of
 from tests.support.sim_engines import fake_plan
 from transfer.identity import Incarnation
-from worker.admission_planner import AdmissionPlanner
+from worker.admission_planner import AdmissionPlanner, Candidate, RankLoad
 from worker.config import WorkerConfig
 from worker.core import demotion_of, load_core
 from worker.hook_declarations import declared_hooks
@@ -65,12 +65,12 @@ class Planner(AdmissionPlanner):
     @override
     def plan(
         self,
-        needed_blocks: Sequence[int],
-        free_blocks: Sequence[int],
         *,
+        candidates: Sequence[Candidate],
         candidate_groups: Sequence[int],
-    ) -> Sequence[int | None]:
-        return [0 for _ in needed_blocks]
+        ranks: Sequence[RankLoad],
+    ) -> Sequence[int | None] | None:
+        return None
 
 
 def config(**fields: object) -> WorkerConfig:
