@@ -72,6 +72,10 @@ def size_cache(
     step = _step_bytes(config, candidate, memory, before.free_bytes)
     # What libraries and the driver took for themselves meanwhile is not free any more.
     after = memory.reading()
+    progress(
+        f"the step takes {step / 1e6:.0f} MB, transfers up to {staging / 1e6:.0f} MB, "
+        f"{after.free_bytes / 1e6:.0f} MB are free"
+    )
     needs = MemoryNeeds(step_bytes=step, staging_bytes=staging)
     quota = cache_quota(after.free_bytes, needs, config.kv_cache_fraction)
     least = candidate.plan.pool_bytes(

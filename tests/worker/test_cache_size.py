@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ from worker.memory_budget import (
     torch_cap,
 )
 from worker.model.rank_sum import RankSum
-from worker.model.runner import ModelRunner
+from worker.model.runner import ModelRunner, SequenceSlice
 
 GIB = 1 << 30
 sizes = st.integers(0, 200 * GIB)
@@ -149,25 +151,17 @@ class ScriptedMemory(DeviceMemory):
 
 
 @pytest.fixture
-def loaded(
-    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., RankCore]:
-    """Load a tiny model over a scripted device; steps are noted in what that was asked."""
+def loaded(tiny_model: Callable[[str], Path]) -> Callable[..., RankCore]:
+    """Load a tiny model, over the given memory and with the given sum of ranks."""
 
-    def load(memory: DeviceMemory | None, family: str = "qwen2", **fields: object) -> RankCore:
-        if isinstance(memory, ScriptedMemory):
-            plain = ModelRunner.forward
-
-            def noted(runner: ModelRunner, batch: list[object]) -> torch.Tensor:
-                memory.asked.append(f"step of {len(batch)}")
-                return plain(runner, batch)  # type: ignore[arg-type]
-
-            monkeypatch.setattr(ModelRunner, "forward", noted)
+    def load(
+        memory: DeviceMemory | None, ranks: RankSum | None = None, **fields: object
+    ) -> RankCore:
         config = WorkerConfig.model_validate(
             {
                 "incarnation": Incarnation.mint("a"),
                 "role": "aggregated",
-                "model_path": str(tiny_model(family)),
+                "model_path": str(tiny_model("qwen2")),
                 "model_name": "tiny",
                 "cluster_token": "test token",
                 "kv_cache_bytes": None,
@@ -177,15 +171,33 @@ def loaded(
                 **fields,
             }
         )
-        return load_core(config, None, lambda line: None, lambda device: memory)
+        met: Any = None if ranks is None else SimpleNamespace(join=lambda device, host: ranks)
+        return load_core(config, met, lambda line: None, lambda device: memory)
 
     return load
 
 
+@pytest.fixture
+def noted_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[ScriptedMemory], None]:
+    """Note steps in what a scripted device was asked."""
+
+    def note(memory: ScriptedMemory) -> None:
+        plain = ModelRunner.forward
+
+        def noted(runner: ModelRunner, batch: Sequence[SequenceSlice]) -> torch.Tensor:
+            memory.asked.append(f"step of {len(batch)}")
+            return plain(runner, batch)
+
+        monkeypatch.setattr(ModelRunner, "forward", noted)
+
+    return note
+
+
 def test_a_measured_cache_takes_its_share_of_what_a_step_leaves(
-    loaded: Callable[..., RankCore],
+    loaded: Callable[..., RankCore], noted_steps: Callable[[ScriptedMemory], None]
 ) -> None:
     memory = ScriptedMemory()
+    noted_steps(memory)
     core = loaded(memory, staging_pairs=2, kv_cache_fraction=0.5)
     assert memory.asked == ["reading", "watch", "step of 6", "peak", "reading", "reading", "limit"]
     staging = device_staging_bytes(100_000_000, 2)
@@ -215,8 +227,11 @@ def test_the_cache_does_not_depend_on_the_margin(
         loaded(ScriptedMemory(), runtime_hooks="no_margin_for_a_test:HOOKS")
 
 
-def test_a_configured_size_is_taken_and_no_step_is_run(loaded: Callable[..., RankCore]) -> None:
+def test_a_configured_size_is_taken_and_no_step_is_run(
+    loaded: Callable[..., RankCore], noted_steps: Callable[[ScriptedMemory], None]
+) -> None:
     memory = ScriptedMemory()
+    noted_steps(memory)
     core = loaded(memory, kv_cache_bytes=3_000_000)
     assert memory.asked == ["reading", "reading", "limit"]
     demand = SizingDemand(chunk_tokens=48, typical_sequence_tokens=512)
@@ -237,6 +252,17 @@ def test_ranks_take_the_least_of_what_they_measured() -> None:
         return least_of_all(ranks, (70 << 32) - ranks.shard.rank, torch.device("cpu"))
 
     assert on_ranks(3, least) == [(70 << 32) - 2] * 3
+
+
+def test_ranks_that_measure_at_once_size_by_the_least(loaded: Callable[..., RankCore]) -> None:
+    def pools(ranks: RankSum) -> tuple[tuple[int, ...], int]:
+        memory = ScriptedMemory(free=20_000_000 - 8_000_000 * ranks.shard.rank)
+        core = loaded(memory, ranks, tensor_parallel_size=2, rank=ranks.shard.rank)
+        return core.storage.slots, core.plan.pool_bytes(core.storage.slots)
+
+    first, second = on_ranks(2, pools)
+    assert first == second
+    assert 8_990_000 < first[1] <= 9_000_000
 
 
 @pytest.mark.gpu
