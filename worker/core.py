@@ -22,6 +22,7 @@ from worker.device_memory import DeviceMemory, device_memory
 from worker.engine import Engine, EngineLimits, EngineParts
 from worker.executor import ModelExecutor
 from worker.hook_declarations import declared_hooks
+from worker.interpreter import SharedInterpreter
 from worker.leading import LeaderTransfers
 from worker.messages import SamplingParams
 from worker.model.loader import LoadedModel, load_model
@@ -184,6 +185,7 @@ def make_engine(
             clock=clock,
             demand=core.demand,
             agreement=agreement,
+            interpreter=SharedInterpreter(),
         ),
         EngineLimits(
             max_sequence_tokens=core.max_sequence_tokens,
