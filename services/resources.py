@@ -79,6 +79,7 @@ def plan_instances(
     largest = max(config.ranks_of(role) for role, _ in config.instances)
     least_ranks = min(config.ranks_of(role) for role, _ in config.instances)
     device = _device(config, machine)
+    _check_fraction(config, device)
     threads = config.torch_threads or max(1, machine.cores // count)
     gpu_fraction = 0.0
     is_measured = False
@@ -129,6 +130,14 @@ def kv_cache_fraction(config: ServeConfig) -> float:
     """The configured share, else the default."""
     given = config.kv_cache_fraction
     return GPU_CACHE_FRACTION if given is None else given
+
+
+def _check_fraction(config: ServeConfig, device: str) -> None:
+    if device == "cpu" and config.kv_cache_fraction is not None:
+        raise ConfigError(
+            "kv_cache_fraction: expected instances on GPUs, whose memory workers measure, got "
+            "cpu; give kv_cache_bytes"
+        )
 
 
 def _ranks(config: ServeConfig) -> int:
@@ -205,6 +214,7 @@ def plan_remote_instances(config: ServeConfig) -> tuple[InstancePlan, ...]:
             f"with ray_address, expected a value for {', '.join(missing)}: "
             "what the machines of the cluster have can't be seen from here"
         )
+    _check_fraction(config, config.device)
     return tuple(
         InstancePlan(
             name=name,

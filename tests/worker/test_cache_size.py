@@ -23,7 +23,7 @@ from worker.cache_size import least_of_all
 from worker.config import WorkerConfig
 from worker.core import RankCore, load_core, warm_up
 from worker.device_memory import DeviceMemory, device_memory
-from worker.largest_batch import StepLimits, largest_batch
+from worker.largest_batch import BatchLimits, largest_batch
 from worker.memory_budget import (
     MARGIN_BYTES,
     MemoryNeeds,
@@ -102,7 +102,7 @@ def test_s2_the_cap_of_torch_is_what_it_has_and_what_is_free_less_the_margin(
 def test_the_largest_step_has_all_that_a_step_may_have(
     tokens: int, running: int, longest: int
 ) -> None:
-    lengths = StepLimits(
+    lengths = BatchLimits(
         max_batch_tokens=tokens, max_running=running, max_sequence_tokens=longest
     ).largest()
     assert sum(lengths) == min(tokens, running * longest)
@@ -114,7 +114,7 @@ def test_the_largest_step_has_all_that_a_step_may_have(
 def test_b34_the_largest_step_fits_the_least_pools_of_any_layout(layout: str) -> None:
     plan = plan_of(layout)
     slots = plan.floor_slots()
-    limits = StepLimits(max_batch_tokens=9, max_running=3, max_sequence_tokens=21)
+    limits = BatchLimits(max_batch_tokens=9, max_running=3, max_sequence_tokens=21)
     for piece in largest_batch(plan, slots, limits):
         assert piece.start + len(piece.tokens) == 21
         assert len(piece.block_tables) == len(plan.layer_groups)

@@ -80,6 +80,9 @@ def test_a_share_of_a_gpu_excludes_a_size_and_needs_one_to_itself() -> None:
     assert sizes[1] == pytest.approx(2 * sizes[0], abs=1)
     single = config(aggregated=1, kv_cache_fraction=0.5)
     assert plan_instances(single, machine, 0)[0].kv_cache_bytes is None
+    on_cpu = config(device="cpu", kv_cache_fraction=0.5)
+    with pytest.raises(ConfigError, match="kv_cache_fraction: expected instances on GPUs"):
+        plan_instances(on_cpu, machine, 0)
     given = config(aggregated=1, kv_cache_bytes="1GiB")
     assert plan_instances(given, machine, 0)[0].kv_cache_bytes == GIB
 
