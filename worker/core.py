@@ -18,6 +18,7 @@ from worker.config import WorkerConfig
 from worker.demand import PageDemand
 from worker.engine import Engine, EngineLimits, EngineParts
 from worker.executor import ModelExecutor
+from worker.facts import kv_dtypes
 from worker.leading import LeaderTransfers
 from worker.messages import SamplingParams
 from worker.model.loader import LoadedModel, load_model
@@ -69,6 +70,7 @@ def load_core(
         config.model_path,
         device=config.device,
         dtype=config.dtype,
+        kv_dtype=config.kv_cache_dtype,
         ranks=ranks,
         progress=progress,
     )
@@ -96,7 +98,7 @@ def load_core(
     in_host_memory = f", {min(host_slots)} more in host memory" if any(host_slots) else ""
     progress(
         f"KV cache: {min(slots)} blocks of {plan.tokens_per_block} tokens, "
-        f"{plan.pool_bytes(slots) / 1e6:.0f} MB{in_host_memory}; "
+        f"{kv_dtypes(loaded.specs)}, {plan.pool_bytes(slots) / 1e6:.0f} MB{in_host_memory}; "
         f"sequences of up to {longest} tokens"
     )
     executor = ModelExecutor(ModelRunner(loaded, plan, storage), loaded.device)

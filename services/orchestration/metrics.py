@@ -253,7 +253,20 @@ class WorkerCollector(Collector):
             for labels, status in statuses.items():
                 gauge.add_metric(labels, read_status(status))
             yield gauge
+        yield _caches(statuses.values())
         yield _pairs(statuses.values())
+
+
+def _caches(statuses: Iterable[WorkerStatus]) -> Metric:
+    gauge = GaugeMetricFamily(
+        "pageferry_worker_kv_cache",
+        "1 for each worker that was seen, with the element type of its keys and values",
+        labels=("instance", "role", "dtype"),
+    )
+    for status in statuses:
+        if status.kv_dtype:
+            gauge.add_metric((status.instance, status.role, status.kv_dtype), 1)
+    return gauge
 
 
 def _pairs(statuses: Iterable[WorkerStatus]) -> Metric:

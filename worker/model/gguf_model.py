@@ -23,6 +23,7 @@ from gguf.quants import dequantize
 from worker.model.errors import ModelLoadError
 from worker.model.gguf_header import GGUFHeader, GGUFTensor
 from worker.model.shard import ShardPlan
+from worker.progress import BytesRead, Progress
 
 ROPE_FACTORS: Final = "rope_freqs.weight"
 """Divisors of the rotary frequencies: how Llama 3.1 and later store their scaling."""
@@ -181,7 +182,7 @@ def state_dict(
     path: Path,
     config: Any,
     dtype: torch.dtype,
-    progress: Callable[[str], None],
+    progress: Progress,
     plan: ShardPlan,
 ) -> dict[str, torch.Tensor]:
     """All weights of a rank by transformers' names, dequantised, on CPU. ``config`` is the whole
@@ -192,24 +193,21 @@ def state_dict(
     """
     weights: dict[str, torch.Tensor] = {}
     total = sum(tensor.num_bytes for tensor in header.tensors.values())
-    done, told = 0, 0
+    read = BytesRead("dequantising weights,", total, progress)
     with path.open("rb") as file:
         data = np.memmap(file, mode="r", dtype=np.uint8, offset=0)
         for name, whole in header.tensors.items():
-            done += whole.num_bytes
             if name != ROPE_FACTORS:
                 target = _target(header.architecture, name, path)
                 tensor, index = whole, plan.part(target, whole.shape)
                 if len(index) == 1 and len(whole.shape) == 2:
                     tensor, index = _rows(whole, index[0]), ()
-                read = _read(data, header, tensor)[index]
-                values = _adapted(header.architecture, name, read, config)
+                found = _read(data, header, tensor)[index]
+                values = _adapted(header.architecture, name, found, config)
                 weights[target] = torch.from_numpy(values).to(dtype, copy=bool(index))
                 if not plan.owns(target):
                     weights[target].zero_()
-            if done * 4 // max(total, 1) > told:
-                told = done * 4 // max(total, 1)
-                progress(f"dequantised {done / 1e6:.0f} of {total / 1e6:.0f} MB")
+            read.add(whole.num_bytes)
     return weights
 
 

@@ -37,7 +37,7 @@ class TritonStep(AttentionStep):
     def target(self, index: int) -> Target:
         layer = self.attention.layers[index]
         group = self.metadata.groups[layer.group]
-        return Target(layer.pages, group.write_slots, group.write_offsets)
+        return Target(layer.pages, group.write_slots, group.write_offsets, layer.scales)
 
     @override
     def attend_stored(
@@ -59,8 +59,9 @@ class TritonBackend(AttentionBackend):
                     layers.storage.kv(spec.layer_id),
                     layers.group_of(spec),
                     self._geometries[layers.group_of(spec)],
+                    layers.scales_of(index),
                 )
-                for spec in layers.specs
+                for index, spec in enumerate(layers.specs)
             ]
         )
 
