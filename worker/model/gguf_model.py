@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
-from gguf.constants import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from worker.model.errors import ModelLoadError
@@ -54,6 +54,8 @@ GEMMA_LAYERS: Final = {
 }
 LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
+DIRECT: Final = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16})
+"""What needs no dequantising."""
 CHUNK_BYTES: Final = 1 << 20
 """gguf dequantises 16 rows at a time; rows of about this size / 16 keep its loop short."""
 
@@ -189,8 +191,10 @@ def state_dict(
     model's. Of other ranks' rows nothing is dequantised.
 
     Raises:
-        ModelLoadError: a tensor that this architecture should not have.
+        ModelLoadError: a tensor that this architecture should not have, or types that cannot be
+            read.
     """
+    _check_kinds(header, path)
     weights: dict[str, torch.Tensor] = {}
     total = sum(tensor.num_bytes for tensor in header.tensors.values())
     read = BytesRead("dequantising weights,", total, progress)
@@ -234,6 +238,29 @@ def _target(architecture: str, name: str, path: Path) -> str:
     if match is None or match[2] not in names:
         raise ModelLoadError(f"{path}: unexpected tensor {name} in a {architecture} GGUF file")
     return f"model.layers.{match[1]}.{names[match[2]]}.{match[3]}"
+
+
+def _check_kinds(header: GGUFHeader, path: Path) -> None:
+    """Whether the installed gguf dequantises everything in the file."""
+    foreign = sorted(
+        f"{name} ({tensor.kind.name})"
+        for name, tensor in header.tensors.items()
+        if tensor.kind not in DIRECT and not _is_known(tensor.kind)
+    )
+    if foreign:
+        raise ModelLoadError(
+            f"{path}: {len(foreign)} tensors are of types that gguf does not dequantise, such as "
+            f"{', '.join(foreign[:3])}; quantise the model to another type, such as Q4_K_M or Q8_0"
+        )
+
+
+def _is_known(kind: GGMLQuantizationType) -> bool:
+    _, block_bytes = GGML_QUANT_SIZES[kind]
+    try:
+        dequantize(np.zeros((1, block_bytes), np.uint8), kind)
+    except RuntimeError:  # the kind that says: not yet
+        return False
+    return True
 
 
 def _read(
