@@ -147,21 +147,41 @@ def read(
     Raises:
         AttentionInputError: see :func:`check_query`.
     """
+    out = read_decodes(layer, metadata, query, scale, softcap)
+    if metadata.shape.tiles:
+        tiling = prefill_tiling(_wider(layer, query), layer.head_dim)
+        prefill(layer, metadata, query, out, _scoring(scale, softcap), tiling)
+    return out
+
+
+def read_decodes(
+    layer: KernelPages,
+    metadata: StepMetadata,
+    query: torch.Tensor,
+    scale: float,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """:func:`read` for the single-token rows; the others are left to be written."""
     check_query(layer, metadata, query)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    # Products are in the query's type, whatever the pages hold.
-    wider = max(query.dtype, layer.dtype, key=lambda kind: kind.itemsize)
-    scoring = (scale * LOG2_E, 0.0) if softcap is None else (scale, softcap)
     if metadata.shape.decodes:
-        tiling = decode_tiling(wider, layer.head_dim)
+        tiling = decode_tiling(_wider(layer, query), layer.head_dim)
         tokens = metadata.groups[layer.group].block_table.shape[1] * layer.tokens_per_block
         splits = splits_of(
             metadata.shape.decodes, layer.num_kv_heads, triton.cdiv(tokens, tiling.keys)
         )
-        decode(layer, metadata, query, out, scoring, tiling, splits)
-    if metadata.shape.tiles:
-        prefill(layer, metadata, query, out, scoring, prefill_tiling(wider, layer.head_dim))
+        decode(layer, metadata, query, out, _scoring(scale, softcap), tiling, splits)
     return out
+
+
+def _scoring(scale: float, softcap: float | None) -> tuple[float, float]:
+    """As :func:`decode` takes it."""
+    return (scale * LOG2_E, 0.0) if softcap is None else (scale, softcap)
+
+
+def _wider(layer: KernelPages, query: torch.Tensor) -> torch.dtype:
+    """Products are in the query's type, whatever the pages hold."""
+    return max(query.dtype, layer.dtype, key=lambda kind: kind.itemsize)
 
 
 def check_query(layer: KernelPages, metadata: StepMetadata, query: torch.Tensor) -> None:
