@@ -19,6 +19,7 @@ from worker.demand import PageDemand
 from worker.engine import Engine, EngineLimits, EngineParts
 from worker.executor import ModelExecutor
 from worker.facts import kv_dtypes
+from worker.interpreter import SharedInterpreter
 from worker.leading import LeaderTransfers
 from worker.messages import SamplingParams
 from worker.model.loader import LoadedModel, load_model
@@ -146,6 +147,7 @@ def make_engine(
             clock=clock,
             demand=core.demand,
             agreement=agreement,
+            interpreter=SharedInterpreter(),
         ),
         EngineLimits(
             max_sequence_tokens=core.max_sequence_tokens,
