@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,10 @@ from kvcache_core.layout import LayoutPlan
 from kvcache_core.spec import ElementType
 from kvcache_core.storage import TorchStorage
 from tests.support.oracle import load_reference
+from tests.support.rank_threads import on_ranks
 from tests.support.rounded_kv import round_kv, with_tensors
 from tests.worker.model.harness import PagedModel
+from worker.facts import engine_facts
 from worker.model.backend import TorchBackend, triton_backend
 from worker.model.errors import ModelLoadError
 from worker.model.fused import LayerParts
@@ -26,6 +29,7 @@ from worker.model.kv_types import check_capability, kv_element_type
 from worker.model.loader import LoadedModel, load_model
 from worker.model.networks import FusedModel
 from worker.model.products import make_product
+from worker.model.rank_sum import RankSum
 from worker.model.runner import ModelRunner
 
 TinyModel = Callable[[str], Path]
@@ -157,3 +161,20 @@ def test_without_scales_in_the_checkpoint_they_are_one_and_said_to_be(
         "fp8 keys and values: scales of 0 of 3 layers in the checkpoint, 1 for the others" in lines
     )
     assert load_model(tiny_model("llama")).kv_scales is None
+
+
+def test_every_rank_has_the_scales_of_its_heads_and_tells_those_of_all(scaled: TinyModel) -> None:
+    path, loading = scaled("llama"), Lock()
+
+    def load(ranks: RankSum) -> LoadedModel:
+        with loading:
+            return load_model(path, kv_dtype="fp8", ranks=ranks)
+
+    whole, parts = load_model(path, kv_dtype="fp8"), on_ranks(2, load)
+    assert whole.own_kv_scales is not None
+    for rank, part in enumerate(parts):
+        assert part.own_kv_scales is not None
+        assert torch.equal(part.own_kv_scales, whole.own_kv_scales[:, :, rank : rank + 1])
+        assert engine_facts(part, model_path=str(path), model_name="m").kv_scales == (
+            engine_facts(whole, model_path=str(path), model_name="m").kv_scales
+        )
