@@ -174,29 +174,6 @@ def _check_fit(config: ServeConfig, machine: Machine, device: str, kv_cache_byte
         )
 
 
-def check_cache_holds_a_step(
-    config: ServeConfig, plans: Sequence[InstancePlan], kv_elements_per_token: int | None
-) -> None:
-    """Raises ConfigError for a KV cache without room for the tokens of one step: the least a worker
-    starts with.
-    """
-    if kv_elements_per_token is None:
-        return
-    blocks = -(-config.max_batch_tokens // config.tokens_per_block)
-    for plan in plans:
-        if plan.kv_cache_bytes is None:
-            continue  # the worker says it, with what it has measured
-        is_wide = config.dtype == "float32" or (config.dtype == "auto" and plan.device == "cpu")
-        held = -(-kv_elements_per_token // plan.tensor_parallel_size)
-        block_bytes = config.tokens_per_block * held * (4 if is_wide else 2)
-        if plan.kv_cache_bytes < blocks * block_bytes:
-            raise ConfigError(
-                f"kv_cache_bytes: expected at least {format_bytes(blocks * block_bytes)}, which the"
-                f" {config.max_batch_tokens} tokens of a step of this model take, got "
-                f"{format_bytes(plan.kv_cache_bytes)}; give more, or lower max_batch_tokens"
-            )
-
-
 def plan_remote_instances(config: ServeConfig) -> tuple[InstancePlan, ...]:
     """The same for a Ray cluster, whose machines can't be looked at from here. Raises
     ConfigError."""

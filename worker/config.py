@@ -15,6 +15,8 @@ from transfer.identity import Incarnation
 from worker.messages import WorkerRole
 
 ElementType = Literal["auto", "float32", "bfloat16", "float16"]
+KVElementType = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
+"""fp8 is float8_e4m3."""
 
 HOOKS_ENTRY: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -44,6 +46,10 @@ class WorkerConfig(BaseModel):
     device: str = "cpu"
     dtype: ElementType = "auto"
     """auto: float32 on CPU, the checkpoint's type on GPU."""
+    kv_cache_dtype: KVElementType = "auto"
+    """Of keys and values in pages; auto: that of the weights. Anything else than that and fp8 is
+    refused.
+    """
     host: str = "127.0.0.1"
     port: int = 0
     """Port for front ends; 0 takes a free one."""

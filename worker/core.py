@@ -21,6 +21,7 @@ from worker.demand import PageDemand
 from worker.device_memory import DeviceMemory, device_memory
 from worker.engine import Engine, EngineLimits, EngineParts
 from worker.executor import ModelExecutor
+from worker.facts import kv_dtypes
 from worker.hook_declarations import declared_hooks
 from worker.interpreter import SharedInterpreter
 from worker.leading import LeaderTransfers
@@ -85,6 +86,7 @@ def load_core(
         config.model_path,
         device=config.device,
         dtype=config.dtype,
+        kv_dtype=config.kv_cache_dtype,
         ranks=ranks,
         progress=progress,
     )
@@ -136,7 +138,7 @@ def load_core(
     in_host_memory = f", {min(host_slots)} more in host memory" if any(host_slots) else ""
     progress(
         f"KV cache: {min(slots)} blocks of {plan.tokens_per_block} tokens, "
-        f"{plan.pool_bytes(slots) / 1e6:.0f} MB{in_host_memory}; "
+        f"{kv_dtypes(loaded.specs)}, {plan.pool_bytes(slots) / 1e6:.0f} MB{in_host_memory}; "
         f"sequences of up to {longest} tokens"
     )
     if memory is not None:

@@ -24,6 +24,7 @@ import torch
 from typing_extensions import override
 
 from tests.support import naive_sampling as naive
+from tests.support.rounded_kv import round_kv
 from worker.config import ElementType
 from worker.messages import SamplingParams
 from worker.model.loader import load_model
@@ -54,10 +55,19 @@ class ReferenceModel:
     """transformers' float32 model with its own attention, and the last sequence's logits."""
 
     def __init__(
-        self, path: Path | str, device: str = "cpu", weights: ElementType = "float32"
+        self,
+        path: Path | str,
+        device: str = "cpu",
+        weights: ElementType = "float32",
+        kv_scales: torch.Tensor | None = None,
     ) -> None:
+        """``kv_scales`` ``[layers, 2, num_kv_heads]``: keys and values are rounded by them as
+        float8 pages round.
+        """
         self._device = device
         self._module: Any = load_reference(path, device, weights)
+        if kv_scales is not None:
+            round_kv(self._module, kv_scales.to(device))
         self._last: tuple[_Key, npt.NDArray[np.float32]] | None = None
 
     def logits(self, prompt: Sequence[int], output: Sequence[int]) -> npt.NDArray[np.float32]:

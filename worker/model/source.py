@@ -46,7 +46,7 @@ class ModelSource:
         """Size of the weights on disk."""
         if self.gguf is not None:
             return self.path.stat().st_size
-        return sum(file.stat().st_size for file in self.path.glob("*.safetensors"))
+        return sum(file.stat().st_size for file in self.shards)
 
     @property
     def shards(self) -> list[Path]:

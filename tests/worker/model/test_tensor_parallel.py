@@ -27,7 +27,7 @@ from worker.model.fused import FUSED_FAMILIES
 from worker.model.loader import LoadedModel, load_model
 from worker.model.networks import FusedModel, Network, PlainModel
 from worker.model.rank_sum import OnlyRank, RankSum
-from worker.model.rank_weights import read_safetensors
+from worker.model.rank_weights import rank_weights
 from worker.model.runner import ModelRunner, SequenceSlice
 from worker.model.shard import Shard, ShardPlan
 
@@ -109,10 +109,18 @@ def test_a_rank_reads_its_part_alone(tiny_model: TinyModel) -> None:
     path = tiny_model("llama")
     config = transformers.AutoConfig.from_pretrained(path)
     files = [path / "model.safetensors"]
-    whole, *parts = (
-        read_safetensors(files, ShardPlan(shard, describe(config.to_dict()), config))
-        for shard in (Shard(), Shard(0, 2), Shard(1, 2))
-    )
+    lines: list[str] = []
+
+    def read(shard: Shard) -> dict[str, torch.Tensor]:
+        plan = ShardPlan(shard, describe(config.to_dict()), config)
+        with rank_weights(files, plan, lines.append) as parts:
+            return {name: part[...] for name, part in parts.items()}
+
+    whole, *parts = map(read, (Shard(), Shard(0, 2), Shard(1, 2)))
+    mega = [
+        f"{sum(v.nbytes for v in part.values()) / 1e6:.0f} MB (100 %)" for part in (whole, *parts)
+    ]
+    assert [end in line for end, line in zip(mega, lines, strict=True)] == [True] * 3
     cut = [name for name in whole if "proj" in name]
     assert len(cut) == 3 * 7
     for name, values in whole.items():
