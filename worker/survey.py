@@ -92,7 +92,7 @@ class Survey:
         tokens = leg.prompt if isinstance(one, LegRecord) else one.tokens.span(0, len(one.tokens))
         cache = self.desk.manager.open(leg.scope, tokens, max_match=len(tokens) - 1)
         # What lies on the host takes slots like anything new.
-        matched = self.desk.demand.peak(cache.matched_tokens if cache.is_resident else 0)
+        matched = self._held(leg, cache.matched_tokens if cache.is_resident else 0)
         pinned = _minus(available, self.desk.manager.available_slots())
         cache.close()
         saving = tuple(max(0, slots) for slots in _minus(matched, pinned))
@@ -161,7 +161,7 @@ class Survey:
         now = (self.desk.demand.blocks(tokens), capacity, len(sequence.choices))
         if sequence.owed_at != now:
             fresh = self._fresh(sequence.leg, tokens, len(sequence.choices))
-            sequence.owed = _less(fresh, self.desk.demand.peak(capacity))
+            sequence.owed = _less(fresh, self._held(sequence.leg, capacity))
             sequence.owed_at = now
         return sequence.owed
 
@@ -170,17 +170,24 @@ class Survey:
         capacity = 0 if leg.landing is None else leg.landing.capacity
         demand = _less(
             self._fresh(leg, leg.prompt_tokens, choices),
-            self.desk.demand.peak(capacity),
+            self._held(leg, capacity),
         )
         return Item(-leg.arrival, Phase.RECEIVING, (leg.arrival, 0), demand, choices)
 
     def _fresh(self, leg: LegRecord, tokens: int, choices: int) -> Slots:
         """Slots for the known tokens, a block to grow into, and the branches that will fork off."""
         if leg.kind == "context":
-            return self.desk.demand.peak(leg.prompt_tokens)
+            return self._held(leg, leg.prompt_tokens)
         longest = leg.prompt_tokens + leg.output_limit - 1
         grown = max(tokens, min(tokens + self.desk.demand.tokens_per_block, longest))
         return self.desk.demand.fresh(grown, choices - 1)
+
+    def _held(self, leg: LegRecord, capacity: int) -> Slots:
+        """Most slots that ``capacity`` tokens of a leg have taken."""
+        demand = self.desk.demand
+        if leg.destination is None:
+            return demand.peak(capacity)
+        return demand.shipped(capacity, self.desk.manager.total_slots())
 
 
 def _minus(left: Slots, right: Slots) -> Slots:
