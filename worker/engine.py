@@ -67,7 +67,9 @@ class EngineLimits:
     quarantine_grace_ms: int
     pulls: PullLimits
     demotion: Demotion | None = None
-    """None: the oldest prompt keeps its half of the prefill budget however long it is."""
+    """None: a prompt keeps its place and the oldest its half of the prefill budget however long it
+    is.
+    """
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -107,7 +109,7 @@ class Engine:
             self._desk,
             context,
             generation,
-            Survey(self._desk, PrefixWaits(self._desk, limits.max_batch_tokens)),
+            Survey(self._desk, PrefixWaits(self._desk, limits.max_batch_tokens), limits.demotion),
             limits.max_batch_tokens,
             limits.max_running,
             limits.demotion,

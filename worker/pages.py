@@ -8,6 +8,7 @@ empty: only a chunk of the very next step may take them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from worker.context import ContextRole
 from worker.desk import Desk, Ending
@@ -22,10 +23,21 @@ from worker.scheduler import (
     Item,
     Limits,
     StepPlan,
+    Verdict,
     plan_admission,
     plan_step,
 )
 from worker.survey import LEG_PHASES, RECEIVING, Survey
+
+
+class Opening(Enum):
+    """What became of a queued sequence whose turn it was."""
+
+    STARTED = "started"
+    WAITS = "waits"
+    """For a prefix that another one computes."""
+    DEFERRED = "deferred"
+    """It lacks more than was expected when it was ordered."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -46,21 +58,40 @@ class PageBoard:
         """
         if self.survey.running_rows() >= self.max_running:
             return False  # everybody needs a row
+        given_way: set[int] = set()
+        moved, deferred = self._pass(given_way)
+        if deferred:
+            # What they claimed is free for those who found no room; then they are matched again.
+            given_way |= deferred
+            moved |= self._pass(given_way)[0]
+        for key in given_way:
+            sequence = self.desk.sequences.get(key)
+            if sequence is not None and sequence.state is SequenceState.QUEUED:
+                sequence.demoted_steps += 1
+        return moved
+
+    def _pass(self, given_way: set[int]) -> tuple[bool, set[int]]:
+        """One plan: whether somebody got something, and who was deferred. Who had to come after
+        younger ones is added to ``given_way``.
+        """
         items = self.survey.items()
         if not items:
-            return False
+            return False, set()
         plan = self._plan(items)
         if plan.short_of_slots is not None:
             shared = self.survey.share(items, plan.short_of_slots)
             plan = plan if shared is None else self._plan(shared)
+        given_way.update(plan.demoted)
         if plan.is_empty:
-            return self._end_if_stuck(plan)
+            return self._end_if_stuck(plan), set()
         legs = {leg.arrival: leg for leg in self.desk.legs if leg.state in LEG_PHASES}
-        return self._carry_out(plan, legs) or self._end_if_stuck(plan)
+        moved, deferred = self._carry_out(plan, legs)
+        return moved or bool(deferred) or self._end_if_stuck(plan), deferred
 
-    def _carry_out(self, plan: Admission, legs: dict[int, LegRecord]) -> bool:
+    def _carry_out(self, plan: Admission, legs: dict[int, LegRecord]) -> tuple[bool, set[int]]:
         sequences = self.desk.sequences
         moved = False
+        deferred: set[int] = set()
         for key, slots in plan.passed:
             waiting = sequences[key] if key > 0 else legs[-key]
             waiting.passed_slots += slots
@@ -69,11 +100,14 @@ class PageBoard:
         for key in plan.land:
             moved |= self._role(legs[-key]).land(legs[-key])
         for key in plan.admit:
-            moved |= self._open(sequences[key])
+            opening = self._open(sequences[key])
+            moved |= opening is Opening.STARTED
+            if opening is Opening.DEFERRED:
+                deferred.add(key)
         for key in plan.grant:
             self.generation.grant(legs[-key])
             moved = True
-        return moved
+        return moved, deferred
 
     def _plan(self, items: list[Item]) -> Admission:
         return plan_admission(items, self.desk.manager.available_slots(), self._limits())
@@ -82,19 +116,30 @@ class PageBoard:
         total = self.desk.manager.total_slots()
         return Limits(self.max_batch_tokens, self.max_running, total, self.demotion)
 
-    def _open(self, sequence: Sequence) -> bool:
+    def _open(self, sequence: Sequence) -> Opening:
         """Match the prefix tree, unless another sequence computes more of it just now. The logits
         of the last token are needed, so that one is always computed.
         """
         if self.survey.waits.begin(sequence):
-            return False
+            return Opening.WAITS
         tokens = sequence.tokens.span(0, len(sequence.tokens))
         cache = self.desk.manager.open(sequence.leg.scope, tokens, max_match=len(tokens) - 1)
+        if self._verdict(sequence, len(tokens) - cache.matched_tokens) is Verdict.DEFER:
+            cache.close()
+            return Opening.DEFERRED
         cache.announce()
         sequence.cache = cache
         sequence.enter(SequenceState.RUNNING)
         self._role(sequence.leg).opened(sequence)
-        return True
+        return Opening.STARTED
+
+    def _verdict(self, sequence: Sequence, found: int) -> Verdict:
+        """Whether a matched prompt may start; from now on it is known what it lacks."""
+        if self.demotion is None:
+            return Verdict.START
+        expected = self.survey.expected_tokens(sequence)
+        sequence.uncached_tokens = found
+        return self.demotion.verdict(expected=expected, found=found, demoted=sequence.demoted_steps)
 
     def _resume(self, sequence: Sequence) -> None:
         assert sequence.cache is not None

@@ -129,6 +129,9 @@ class CacheManager(Protocol):
         as a wait.
         """
 
+    def uncached_tokens(self, scope: bytes, tokens: npt.NDArray[np.int32]) -> int:
+        """Tokens of a prompt that nobody has and nobody computes now. Changes nothing."""
+
     def is_announced(self, key: bytes) -> bool:
         """Whether a running sequence still computes the block with this key."""
 

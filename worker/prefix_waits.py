@@ -45,4 +45,5 @@ class PrefixWaits:
         if self.desk.counters.steps < until_step and self.desk.manager.is_announced(key):
             return True
         sequence.awaited_key = None
+        sequence.uncached_tokens = None  # what it waited for may not be there
         return False

@@ -155,6 +155,14 @@ class RankManager(CacheManager):
         return AwaitedPrefix(prompt.keys(end)[end - 1], reuse.in_flight_tokens)
 
     @override
+    def uncached_tokens(self, scope: bytes, tokens: npt.NDArray[np.int32]) -> int:
+        reuse = self._manager.look(self._manager.prompt(scope, tokens))
+        found = reuse.reusable_tokens
+        if reuse.in_flight_tokens and found == reuse.known_tokens:
+            found += reuse.in_flight_tokens - found % self.tokens_per_block
+        return len(tokens) - found
+
+    @override
     def is_announced(self, key: bytes) -> bool:
         return self._manager.is_announced(key)
 

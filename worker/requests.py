@@ -211,8 +211,12 @@ class Sequence:
     last_step: int = 0
     passed_slots: int = 0
     """Slots that younger items got while it was queued."""
+    uncached_tokens: int | None = None
+    """Tokens that it lacks: as its prompt was looked up, and exact once it was matched. None where
+    nobody has looked, or where what was expected of others did not come.
+    """
     demoted_steps: int = 0
-    """Steps in which its prompt gave up the privilege of the oldest."""
+    """Steps in which its prompt came after younger ones, or gave up the privilege of the oldest."""
     owed: tuple[int, ...] = ()
     """Slots per pool group that it still has to get, as of ``owed_at``."""
     owed_at: tuple[int, int, int] | None = None

@@ -65,6 +65,10 @@ class Item(NamedTuple):
     rows: int = 1
     passed: int = 0
     """Slots of all pool groups that younger items got while it was kept waiting."""
+    uncached: int = 0
+    """Tokens that a queued prompt lacks, as far as is known."""
+    demoted: int = 0
+    """Steps in which it was demoted."""
 
 
 class Row(NamedTuple):
@@ -82,18 +86,34 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Demotion:
-    """Prompts that lack more than ``uncached_tokens`` give up the privilege of the oldest for
-    ``max_iters`` steps; then they are starved and have it like any other.
+    """Prompts that lack more than ``uncached_tokens`` come after all others and give up the
+    privilege of the oldest for ``max_iters`` steps; then they are starved and have their place.
     """
 
     uncached_tokens: int
     max_iters: int
 
-    def applies(self, row: Row) -> bool:
-        """Whether ``row`` is demoted in this step. Its pending tokens are exact: it holds all that
-        the cache had.
+    def applies(self, lacking: int, demoted: int) -> bool:
+        """Whether a prompt that lacks so many tokens and was demoted in so many steps is in this
+        one. What a running prompt lacks is exact; of a queued one it may be an expectation.
         """
-        return row.pending > self.uncached_tokens and row.demoted < self.max_iters
+        return lacking > self.uncached_tokens and demoted < self.max_iters
+
+    def verdict(self, *, expected: int, found: int, demoted: int) -> Verdict:
+        """On a prompt that was ordered by ``expected`` tokens and, matched, lacks ``found``."""
+        if self.applies(found, demoted) and not self.applies(expected, demoted):
+            return Verdict.DEFER
+        return Verdict.START
+
+
+class Verdict(Enum):
+    """What becomes of a prompt that has just been matched."""
+
+    START = "start"
+    DEFER = "defer"
+    """It was ordered among the short ones and is a long one: it gives back what it claimed and is
+    tried again after the rest.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +141,8 @@ class Admission:
     """The oldest item that slots were too few for, if any."""
     passed: tuple[tuple[int, int], ...] = ()
     """Items that younger ones passed in this plan, each with the slots that those got."""
+    demoted: tuple[int, ...] = ()
+    """Queued prompts that came after younger items in this plan because of what they lack."""
 
     @property
     def is_empty(self) -> bool:
@@ -161,7 +183,7 @@ def _plus(left: Slots, right: Slots) -> Slots:
 
 
 def plan_admission(items: Sequence[Item], available: Slots, limits: Limits) -> Admission:
-    """Who gets pages, or a promise of pages, now.
+    """Who gets pages, or a promise of pages, now: in order of arrival, demoted prompts last.
 
     ``available`` counts free and evictable slots. What running and receiving items will still need
     is set aside first; then the others are served in order of arrival. New items leave alone what
@@ -178,6 +200,7 @@ def plan_admission(items: Sequence[Item], available: Slots, limits: Limits) -> A
             if item.phase in PROMISES:
                 left.promise(item)
     entrants.sort(key=_ARRIVAL)
+    demoted = _last(entrants, limits.demotion)
     short: int | None = None
     waiting: list[tuple[Item, int]] = []  # with the slots that were given before it
     given, patience = 0, sys.maxsize  # new items get no more than ``patience`` slots
@@ -206,7 +229,23 @@ def plan_admission(items: Sequence[Item], available: Slots, limits: Limits) -> A
         grant=tuple(chosen[Phase.GRANTING]),
         short_of_slots=short,
         passed=tuple((item.key, given - before) for item, before in waiting if given > before),
+        demoted=demoted,
     )
+
+
+def _last(entrants: list[Item], demotion: Demotion | None) -> tuple[int, ...]:
+    """Move demoted prompts behind all others; the keys of those that have younger ones before
+    them.
+    """
+    if demotion is None:
+        return ()
+
+    def is_demoted(item: Item) -> bool:
+        return item.phase is Phase.QUEUED and demotion.applies(item.uncached, item.demoted)
+
+    youngest = max((one.arrival for one in entrants if not is_demoted(one)), default=(0, 0))
+    entrants.sort(key=is_demoted)
+    return tuple(one.key for one in entrants if is_demoted(one) and one.arrival < youngest)
 
 
 class _Left:
@@ -290,7 +329,7 @@ def plan_step(rows: Sequence[Row], limits: Limits) -> StepPlan:
 def _demoted(rows: Sequence[Row], demotion: Demotion | None) -> tuple[int, ...]:
     if demotion is None or len(rows) < 2:
         return ()
-    return tuple(row.key for row in rows if demotion.applies(row))
+    return tuple(row.key for row in rows if demotion.applies(row.pending, row.demoted))
 
 
 def share_prefill(oldest: Row, rows: Sequence[Row], budget: int, places: int) -> dict[int, int]:

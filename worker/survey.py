@@ -12,7 +12,7 @@ from typing import Final
 from worker.desk import Desk
 from worker.prefix_waits import PrefixWaits
 from worker.requests import LegRecord, LegState, Sequence, SequenceState
-from worker.scheduler import Item, Phase, Row, Slots
+from worker.scheduler import Demotion, Item, Phase, Row, Slots
 
 MAX_ENTRANTS: Final = 256
 """Items beyond the oldest this many are not looked at in one plan: they could not be served
@@ -39,6 +39,7 @@ class Survey:
 
     desk: Desk
     waits: PrefixWaits
+    demotion: Demotion | None
     _looked: tuple[int, Slots] = field(default=(0, ()))
     """Key and available slots of the last look that found nothing to share."""
 
@@ -133,14 +134,27 @@ class Survey:
         if isinstance(one, Sequence):
             demand = self._owed(one)
             phase = SEQUENCE_PHASES[one.state]
-            rows = len(one.choices)
-            return Item(one.key, phase, one.arrival, demand, rows, one.passed_slots)
+            rows, lacking = len(one.choices), self.expected_tokens(one)
+            arrival, passed = one.arrival, one.passed_slots
+            return Item(one.key, phase, arrival, demand, rows, passed, lacking, one.demoted_steps)
         choices = max(1, len(one.open_choices))
         demand = self._fresh(one, one.prompt_tokens, choices)
         if one.saving:
             demand = _less(demand, one.saving)
         arrival, phase = (one.arrival, 0), LEG_PHASES[one.state]
         return Item(-one.arrival, phase, arrival, demand, choices, one.passed_slots)
+
+    def expected_tokens(self, sequence: Sequence) -> int:
+        """Tokens that a queued sequence has to compute, as far as is known: long prompts are looked
+        up, once, where that decides on their place.
+        """
+        tokens = sequence.tokens.span(0, len(sequence.tokens))
+        if self.demotion is None or len(tokens) <= self.demotion.uncached_tokens:
+            return len(tokens)
+        if sequence.uncached_tokens is None:
+            scope = sequence.leg.scope
+            sequence.uncached_tokens = self.desk.manager.uncached_tokens(scope, tokens)
+        return sequence.uncached_tokens
 
     def _running(self) -> Item:
         """What all running sequences will need, as one item."""

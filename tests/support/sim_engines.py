@@ -43,6 +43,7 @@ from worker.prefixes import PullLimits
 from worker.ranks import RankManager
 from worker.recording import LeaderManager
 from worker.replica import RankReplica
+from worker.scheduler import Demotion
 
 BLOCK = 4
 VOCAB = 97
@@ -78,6 +79,7 @@ class WorkerShape:
     quarantine_limit_blocks: int = 1000
     quarantine_grace_ms: int = 1000
     most_served_pulls: int = 4
+    demotion: Demotion | None = None
 
 
 @dataclass
@@ -152,6 +154,7 @@ class SimWorker(Output):
                 quarantine_limit_blocks=shape.quarantine_limit_blocks,
                 quarantine_grace_ms=shape.quarantine_grace_ms,
                 pulls=PullLimits(least_tokens=BLOCK, most_served=shape.most_served_pulls),
+                demotion=shape.demotion,
             ),
         )
 

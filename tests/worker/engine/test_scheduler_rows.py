@@ -14,6 +14,7 @@ FAIRNESS = "worker/engine/test_fairness.py"
 PLANS = "worker/engine/test_scheduler.py"
 SHARED = "worker/engine/test_shared_prefixes.py"
 PREEMPTION = "worker/engine/test_preemption.py"
+DEMOTION = "worker/engine/test_demotion.py"
 AGGREGATED = "worker/engine/test_aggregated.py"
 CONFIG = "services/launch/test_config.py"
 
@@ -48,12 +49,20 @@ ROWS = {
         (
             (PLANS, "test_a_demoted_prompt_comes_last_until_it_is_starved"),
             (FAIRNESS, "test_every_prompt_ends_within_its_bounds"),
+            (DEMOTION, "test_a_prompt_that_lacks_much_is_admitted_last_until_it_is_starved"),
+            (
+                DEMOTION,
+                "test_only_who_was_ordered_short_and_is_long_and_not_starved_is_deferred",
+            ),
+            (DEMOTION, "test_a_long_remainder_shows_late_and_short_prompts_keep_coming"),
         ),
-        "a DEFER verdict: a prompt is matched before it is ordered, so there is no estimate",
     ),
     "S7": Row(
         "a deferred prompt ages",
-        ((FAIRNESS, "test_a_demoted_prompt_ages_under_a_stream_of_short_ones"),),
+        (
+            (FAIRNESS, "test_a_demoted_prompt_ages_under_a_stream_of_short_ones"),
+            (DEMOTION, "test_a_long_remainder_shows_late_and_short_prompts_keep_coming"),
+        ),
     ),
     "S8": Row("forced chunk boundaries", (), "chunks end anywhere; no model here has states"),
     "S9": Row("mid-chunk snapshots", (), "the cache has them, no chunk is planned for them"),
@@ -75,7 +84,20 @@ ROWS = {
     "B24": Row("the margin stays below free memory", (), "see S2"),
     "B35": Row(
         "no starvation by deferral",
-        ((FAIRNESS, "test_a_demoted_prompt_ages_under_a_stream_of_short_ones"),),
+        (
+            (FAIRNESS, "test_a_demoted_prompt_ages_under_a_stream_of_short_ones"),
+            (DEMOTION, "test_a_long_remainder_shows_late_and_short_prompts_keep_coming"),
+        ),
+    ),
+    "B46": Row(
+        "a starved prompt is not deferred; what was expected is looked up anew",
+        (
+            (
+                DEMOTION,
+                "test_only_who_was_ordered_short_and_is_long_and_not_starved_is_deferred",
+            ),
+            (DEMOTION, "test_a_long_remainder_shows_late_and_short_prompts_keep_coming"),
+        ),
     ),
     "chunks": Row(
         "neither the long starve nor the short wait",
