@@ -21,7 +21,14 @@ from worker.leases import LeaseBook
 from worker.legs import LegTable
 from worker.messages import FinishReason, LegEnded, LegStarted, TokenLogprob, TokenRun
 from worker.outbox import Outbox
-from worker.ports import CacheManager, CacheSequence, Clock, Draw, Transfers
+from worker.ports import (
+    CacheManager,
+    CacheSequence,
+    Clock,
+    Draw,
+    StateSnapshot,
+    Transfers,
+)
 from worker.requests import LegRecord, LegState, Sequence, SequenceState, TokenList
 
 logger = logging.getLogger(__name__)
@@ -96,6 +103,21 @@ class Desk:
         cache = sequence.cache
         if cache is not None and cache.committed < cache.history:
             cache.commit(sequence.tokens.span(cache.committed, cache.history))
+
+    def keep_states(self, sequence: Sequence, snapshot: StateSnapshot | None) -> None:
+        """Commit with the state at each snapshot point that the last step reached; ``snapshot`` was
+        kept in mid-chunk.
+        """
+        cache = sequence.cache
+        if cache is None:
+            return
+        history = cache.history
+        if snapshot is not None:
+            cache.commit_with_snapshot(sequence.tokens.span(cache.committed, snapshot.length))
+        if history in sequence.snapshot_points:
+            cache.commit_with_live_snapshot(sequence.tokens.span(cache.committed, history))
+        points = sequence.snapshot_points
+        sequence.snapshot_points = tuple(point for point in points if point > history)
 
     def start(self, leg: LegRecord, cached_tokens: int, host_tokens: int) -> None:
         """Tell once what the cache held of the prompt, and count how much of it lay on the host."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
 
 from worker.admission import Bounds
+from worker.chunks import ChunkRules
 from worker.context import ContextRole
 from worker.counters import Heartbeat
 from worker.demand import PageDemand
@@ -70,6 +71,8 @@ class EngineLimits:
     """None: a prompt keeps its place and the oldest its half of the prefill budget however long it
     is.
     """
+    state_alignment_tokens: int | None = None
+    """The model can keep recurrent states in mid-chunk at multiples of it; None: it cannot."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -113,6 +116,7 @@ class Engine:
             limits.max_batch_tokens,
             limits.max_running,
             limits.demotion,
+            ChunkRules(parts.demand.tokens_per_block, limits.state_alignment_tokens),
         )
         self._roles = {"context": context, "generation": generation}
         self._stopped: str | None = None
@@ -198,6 +202,8 @@ class Engine:
             self._desk.counters.prefill_tokens += len(part.tokens)
         sequence.last_step = self._desk.counters.steps
         sequence.cache.advance(part.start + len(part.tokens))
+        if sequence.snapshot_points:
+            self._desk.keep_states(sequence, part.snapshot)
         self._commit(sequence)
         self._roles[leg.kind].computed(sequence, result)
 

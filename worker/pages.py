@@ -10,15 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from worker.chunks import ChunkRules
 from worker.context import ContextRole
 from worker.desk import Desk, Ending
 from worker.generation import GenerationRole
-from worker.ports import Slice
+from worker.ports import CacheSequence, Slice, StateSnapshot
 from worker.requests import LegRecord, Sequence, SequenceState
 from worker.role import Role
 from worker.scheduler import (
     PROMISES,
     Admission,
+    Chunk,
     Demotion,
     Item,
     Limits,
@@ -51,6 +53,7 @@ class PageBoard:
     max_batch_tokens: int
     max_running: int
     demotion: Demotion | None
+    chunks: ChunkRules
 
     def admit(self) -> bool:
         """Give pages, and promises of pages, to whoever is next. True when somebody got
@@ -114,7 +117,7 @@ class PageBoard:
 
     def _limits(self) -> Limits:
         total = self.desk.manager.total_slots()
-        return Limits(self.max_batch_tokens, self.max_running, total, self.demotion)
+        return Limits(self.max_batch_tokens, self.max_running, total, self.demotion, self.chunks)
 
     def _open(self, sequence: Sequence) -> Opening:
         """Match the prefix tree, unless another sequence computes more of it just now. The logits
@@ -130,8 +133,24 @@ class PageBoard:
         cache.announce()
         sequence.cache = cache
         sequence.enter(SequenceState.RUNNING)
+        if self.desk.manager.keeps_states:
+            self._ask_for_states(sequence, cache)
         self._role(sequence.leg).opened(sequence)
         return Opening.STARTED
+
+    def _ask_for_states(self, sequence: Sequence, cache: CacheSequence) -> None:
+        """States are worth keeping where the prompt leaves all known ones, and where it ends if the
+        sequence goes on after it: what rests is kept as it is.
+        """
+        leg, manager = sequence.leg, self.desk.manager
+        points: set[int] = set()
+        branch = manager.branch_point(leg.scope, leg.prompt, cache.history)
+        if branch is not None:
+            points.add(branch)
+        if leg.kind == "generation" and cache.history < leg.prompt_tokens:
+            points.add(leg.prompt_tokens)
+        sequence.snapshot_points = tuple(sorted(points))
+        manager.count_snapshots_asked(len(points))
 
     def _verdict(self, sequence: Sequence, found: int) -> Verdict:
         """Whether a matched prompt may start; from now on it is known what it lacks."""
@@ -161,17 +180,17 @@ class PageBoard:
         rows = self.survey.rows()
         if not rows:
             return []
-        plan = plan_step(rows, self._limits())
+        plan = plan_step(rows, self._limits(), self.survey.ahead())
         for key in plan.demoted:
             self.desk.sequences[key].demoted_steps += 1
         batch = self._allocate(plan)
         if not batch:
             self._check_progress(plan)
-        return [(sequence, self._slice(sequence, tokens)) for sequence, tokens in batch]
+        return [(sequence, self._slice(sequence, chunk)) for sequence, chunk in batch]
 
-    def _allocate(self, plan: StepPlan) -> list[tuple[Sequence, int]]:
+    def _allocate(self, plan: StepPlan) -> list[tuple[Sequence, Chunk]]:
         victims = list(plan.victims)
-        batch: list[tuple[Sequence, int]] = []
+        batch: list[tuple[Sequence, Chunk]] = []
         for chunk in plan.chunks:
             sequence = self.desk.sequences[chunk.key]
             if sequence.state is not SequenceState.RUNNING:
@@ -179,7 +198,7 @@ class PageBoard:
             if self._has_pages(sequence, chunk.tokens) or self._grow(
                 sequence, chunk.tokens, victims
             ):
-                batch.append((sequence, chunk.tokens))
+                batch.append((sequence, chunk))
         if len(victims) == len(plan.victims):
             return batch  # nobody was suspended for another
         return [pair for pair in batch if pair[0].state is SequenceState.RUNNING]
@@ -264,10 +283,13 @@ class PageBoard:
             "blocks, or give this one more memory"
         )
 
-    def _slice(self, sequence: Sequence, tokens: int) -> Slice:
+    def _slice(self, sequence: Sequence, chunk: Chunk) -> Slice:
         cache, known = sequence.cache, sequence.tokens
         assert cache is not None
         start = cache.history
-        end = start + tokens
+        end = start + chunk.tokens
         draws = self.desk.draws(sequence) if end == len(known) else ()
-        return Slice(cache.name, known.span(start, end), start, cache.block_tables(), draws)
+        slot = None if chunk.keep is None else cache.acquire_snapshot_slot()
+        snapshot = None if chunk.keep is None or slot is None else StateSnapshot(chunk.keep, slot)
+        tables = cache.block_tables()
+        return Slice(cache.name, known.span(start, end), start, tables, draws, snapshot)

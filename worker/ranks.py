@@ -13,10 +13,12 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
+from kvcache_core.branch_points import branch_point
 from kvcache_core.counters_report import CountersReport
 from kvcache_core.lease import PageLease
 from kvcache_core.manager import UnifiedKVCacheManager
 from kvcache_core.sequence import SequenceCache
+from kvcache_core.spec import ReusePolicy
 from transfer.lease import TransferLease
 from worker.oplog import BlockTables
 from worker.ports import AwaitedPrefix, BlockCounts, CacheManager, CacheSequence, CacheTotals, Slice
@@ -85,6 +87,18 @@ class RankSequence(CacheSequence):
         self._cache.commit(tokens)
 
     @override
+    def acquire_snapshot_slot(self) -> int | None:
+        return self._cache.acquire_snapshot_slot()
+
+    @override
+    def commit_with_snapshot(self, tokens: npt.NDArray[np.int32]) -> bool:
+        return self._cache.commit_with_snapshot(tokens)
+
+    @override
+    def commit_with_live_snapshot(self, tokens: npt.NDArray[np.int32]) -> bool:
+        return self._cache.commit_with_live_snapshot(tokens)
+
+    @override
     def fork(self) -> RankSequence | None:
         cache = self._cache.fork()
         return (
@@ -123,6 +137,12 @@ class RankManager(CacheManager):
     def __init__(self, manager: UnifiedKVCacheManager) -> None:
         self._manager = manager
         self._groups = range(len(manager.plan.layer_groups))
+        shared = [
+            group
+            for group in manager.plan.layer_groups
+            if group.life_cycle.is_state and group.life_cycle.policy is not ReusePolicy.PRIVATE
+        ]
+        self._keeps_states = len(shared) == 1
         self._names = count(1)
         self._report = CountersReport()
 
@@ -152,7 +172,7 @@ class RankManager(CacheManager):
         size = manager.plan.tokens_per_block
         end = reuse.known_tokens // size + reuse.in_flight_tokens // size
         manager.count_prefix_wait()
-        return AwaitedPrefix(prompt.keys(end)[end - 1], reuse.in_flight_tokens)
+        return AwaitedPrefix(prompt.keys(end)[end - 1], reuse.in_flight_tokens, end * size)
 
     @override
     def uncached_tokens(self, scope: bytes, tokens: npt.NDArray[np.int32]) -> int:
@@ -165,6 +185,31 @@ class RankManager(CacheManager):
     @override
     def is_announced(self, key: bytes) -> bool:
         return self._manager.is_announced(key)
+
+    @property
+    @override
+    def keeps_states(self) -> bool:
+        return self._keeps_states
+
+    @override
+    def branch_point(
+        self, scope: bytes, tokens: npt.NDArray[np.int32], position: int
+    ) -> int | None:
+        manager = self._manager
+        branch = branch_point(
+            manager.look(manager.prompt(scope, tokens)),
+            looked_up_tokens=len(tokens),
+            prompt_tokens=len(tokens),
+            position=position,
+            tokens_per_block=self.tokens_per_block,
+        )
+        manager.count_branch(branch.choice)
+        return branch.tokens or None
+
+    @override
+    def count_snapshots_asked(self, points: int) -> None:
+        for _ in range(points):
+            self._manager.count_snapshot_asked()
 
     @override
     def release(self, lease: TransferLease) -> None:

@@ -211,6 +211,8 @@ class Sequence:
     last_step: int = 0
     passed_slots: int = 0
     """Slots that younger items got while it was queued."""
+    snapshot_points: tuple[int, ...] = ()
+    """Lengths, ascending, at which its state is to be kept; those passed are gone."""
     uncached_tokens: int | None = None
     """Tokens that it lacks: as its prompt was looked up, and exact once it was matched. None where
     nobody has looked, or where what was expected of others did not come.

@@ -5,23 +5,28 @@ have taken as many slots as it wants itself, and no more, so nothing starves. No
 whose known tokens plus one growth block could not be held beside what was admitted before it, so
 running sequences are suspended only for pages that are written in the very next step. Of a step's
 prefill budget one half is the oldest prompt's, the other goes to those nearest to their first
-token. No clock, no IO, no manager: the engine turns its state into these values and carries the
-plan out.
+token; where chunks may end is decided by :mod:`worker.chunks`. No clock, no IO, no manager: the
+engine turns its state into these values and carries the plan out.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from operator import attrgetter, le
+from types import MappingProxyType
 from typing import Final, NamedTuple
+
+from worker.chunks import Ahead, ChunkRules, next_part
 
 Slots = tuple[int, ...]
 """Slots per pool group."""
 
 _ARRIVAL: Final = attrgetter("arrival")
+ANYWHERE: Final = ChunkRules()
+NO_POINTS: Final[Mapping[int, Ahead]] = MappingProxyType({})
 
 
 class Phase(Enum):
@@ -125,6 +130,7 @@ class Limits:
     total: Slots
     """All slots but quarantined ones."""
     demotion: Demotion | None = None
+    chunks: ChunkRules = ANYWHERE
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +161,8 @@ class Chunk(NamedTuple):
 
     key: int
     tokens: int
+    keep: int | None = None
+    """Length of the sequence at which its state is kept in mid-chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,9 +301,11 @@ class _Left:
         self._rows -= item.rows
 
 
-def plan_step(rows: Sequence[Row], limits: Limits) -> StepPlan:
+def plan_step(
+    rows: Sequence[Row], limits: Limits, ahead: Mapping[int, Ahead] = NO_POINTS
+) -> StepPlan:
     """The chunks of one step: every decoding sequence first, then prefill chunks with what is left
-    of the budget.
+    of the budget. Those of sequences with snapshot points ``ahead``, by key, end as the rules say.
 
     Decoding sequences leave a quarter of the budget to prefills that wait, so that neither starves
     the other when there are more of them than a step can take.
@@ -318,9 +328,13 @@ def plan_step(rows: Sequence[Row], limits: Limits) -> StepPlan:
     if prefilling and places > len(taken):
         others = [row for row in prefilling if row.key not in demoted]
         oldest = (others or prefilling)[0]
-        taken |= share_prefill(oldest, prefilling, budget - len(taken), places - len(taken))
+        cut = Cut(ahead, limits.chunks)
+        taken |= share_prefill(oldest, prefilling, budget - len(taken), places - len(taken), cut)
+        chunks = tuple(cut.chunk(row, taken[row.key]) for row in rows if row.key in taken)
+    else:
+        chunks = tuple([Chunk(key, taken[key]) for key in keys if key in taken])
     return StepPlan(
-        chunks=tuple(Chunk(key, taken[key]) for key in keys if key in taken),
+        chunks=chunks,
         victims=victims,
         demoted=demoted,
     )
@@ -332,7 +346,31 @@ def _demoted(rows: Sequence[Row], demotion: Demotion | None) -> tuple[int, ...]:
     return tuple(row.key for row in rows if demotion.applies(row.pending, row.demoted))
 
 
-def share_prefill(oldest: Row, rows: Sequence[Row], budget: int, places: int) -> dict[int, int]:
+class Cut:
+    """What a row takes of a share."""
+
+    def __init__(self, ahead: Mapping[int, Ahead], rules: ChunkRules) -> None:
+        self._ahead = ahead
+        self._rules = rules
+
+    def tokens(self, row: Row, share: int) -> int:
+        """Tokens that ``row`` takes: some of any share, and not fewer of a larger one."""
+        ahead = self._ahead.get(row.key)
+        if ahead is None or share <= 0:
+            return max(0, min(row.pending, share))
+        return next_part(ahead, row.pending, share, self._rules).tokens
+
+    def chunk(self, row: Row, tokens: int) -> Chunk:
+        """The chunk of so many tokens."""
+        ahead = self._ahead.get(row.key)
+        if ahead is None:
+            return Chunk(row.key, tokens)
+        return Chunk(row.key, *next_part(ahead, row.pending, tokens, self._rules))
+
+
+def share_prefill(
+    oldest: Row, rows: Sequence[Row], budget: int, places: int, cut: Cut
+) -> dict[int, int]:
     """Keys and tokens: ``budget`` among at most ``places`` prompts, one of which is ``oldest``.
 
     The larger half is the oldest prompt's; the rest goes to those with the fewest tokens left, and
@@ -341,16 +379,16 @@ def share_prefill(oldest: Row, rows: Sequence[Row], budget: int, places: int) ->
     most s tokens left, whatever else there is.
     """
     nearest = sorted((row for row in rows if row is not oldest), key=_nearness)
-    first = min(oldest.pending, budget - budget // 2 if nearest and places > 1 else budget)
+    first = cut.tokens(oldest, budget - budget // 2 if nearest and places > 1 else budget)
     left = budget - first
     taken: dict[int, int] = {}
     for row in nearest[: places - 1]:
         if left <= 0:
             break
-        tokens = min(row.pending, left)
+        tokens = cut.tokens(row, left)
         taken[row.key] = tokens
         left -= tokens
-    first += min(left, oldest.pending - first)
+    first = cut.tokens(oldest, first + left)
     return {oldest.key: first, **taken} if first else taken
 
 

@@ -6,13 +6,15 @@ that alone keeps the next item out, ``share`` finds out by looking what it would
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from worker.chunks import Ahead
 from worker.desk import Desk
 from worker.prefix_waits import PrefixWaits
 from worker.requests import LegRecord, LegState, Sequence, SequenceState
-from worker.scheduler import Demotion, Item, Phase, Row, Slots
+from worker.scheduler import NO_POINTS, Demotion, Item, Phase, Row, Slots
 
 MAX_ENTRANTS: Final = 256
 """Items beyond the oldest this many are not looked at in one plan: they could not be served
@@ -56,6 +58,17 @@ class Survey:
             for sequence in self.desk.sequences.values()
             if sequence.state is SequenceState.RUNNING
         ]
+
+    def ahead(self) -> Mapping[int, Ahead]:
+        """Snapshot points before running sequences, by key."""
+        if not self.desk.manager.keeps_states:
+            return NO_POINTS
+        return {
+            sequence.key: Ahead(sequence.computed, points)
+            for sequence in self.desk.sequences.values()
+            if sequence.state is SequenceState.RUNNING
+            and (points := _after(sequence.snapshot_points, sequence.computed))
+        }
 
     def running_rows(self) -> int:
         """Rows that running sequences take in a step."""
@@ -202,6 +215,10 @@ class Survey:
         if leg.destination is None:
             return demand.peak(capacity)
         return demand.shipped(capacity, self.desk.manager.total_slots())
+
+
+def _after(points: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+    return tuple(point for point in points if point > tokens)
 
 
 def _minus(left: Slots, right: Slots) -> Slots:

@@ -16,7 +16,14 @@ from typing_extensions import override
 
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.manager import UnifiedKVCacheManager
-from kvcache_core.spec import ElementType, KVCacheLayerOwner, KVCacheLayerSpec
+from kvcache_core.spec import (
+    BufferRole,
+    BufferSpec,
+    ElementType,
+    KVCacheLayerOwner,
+    KVCacheLayerSpec,
+    recurrent_layer,
+)
 from tests.support.fake_executor import FakeExecutor, FakeMemory, fake_output
 from tests.support.sim_network import SimNetwork, VirtualClock
 from transfer.agent_events import AgentEvent
@@ -50,8 +57,10 @@ VOCAB = 97
 SCOPE = b"scope"
 
 
-def fake_plan(*windows: int | None) -> LayoutPlan:
-    """A plan with one layer a window; by default one full-attention layer."""
+def fake_plan(*windows: int | None, states: int = 0) -> LayoutPlan:
+    """A plan with one layer a window; by default one full-attention layer. Then so many recurrent
+    layers.
+    """
     specs = [
         KVCacheLayerSpec(
             layer_id=index,
@@ -62,6 +71,16 @@ def fake_plan(*windows: int | None) -> LayoutPlan:
             window=window,
         )
         for index, window in enumerate(windows or (None,))
+    ]
+    state = BufferSpec(
+        role=BufferRole.RECURRENT_STATE,
+        dtype=ElementType.FLOAT32,
+        num_heads=1,
+        elements_per_head=48,
+    )
+    specs += [
+        recurrent_layer(len(specs) + index, KVCacheLayerOwner.TARGET, [state])
+        for index in range(states)
     ]
     return LayoutPlan.derive(specs, tokens_per_block=BLOCK)
 
@@ -80,6 +99,7 @@ class WorkerShape:
     quarantine_grace_ms: int = 1000
     most_served_pulls: int = 4
     demotion: Demotion | None = None
+    state_alignment_tokens: int | None = None
 
 
 @dataclass
@@ -155,6 +175,7 @@ class SimWorker(Output):
                 quarantine_grace_ms=shape.quarantine_grace_ms,
                 pulls=PullLimits(least_tokens=BLOCK, most_served=shape.most_served_pulls),
                 demotion=shape.demotion,
+                state_alignment_tokens=shape.state_alignment_tokens,
             ),
         )
 

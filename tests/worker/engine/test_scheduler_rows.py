@@ -14,6 +14,8 @@ FAIRNESS = "worker/engine/test_fairness.py"
 PLANS = "worker/engine/test_scheduler.py"
 SHARED = "worker/engine/test_shared_prefixes.py"
 PREEMPTION = "worker/engine/test_preemption.py"
+CHUNKS = "worker/engine/test_chunks.py"
+STATES = "worker/engine/test_states.py"
 DEMOTION = "worker/engine/test_demotion.py"
 AGGREGATED = "worker/engine/test_aggregated.py"
 CONFIG = "services/launch/test_config.py"
@@ -64,8 +66,32 @@ ROWS = {
             (DEMOTION, "test_a_long_remainder_shows_late_and_short_prompts_keep_coming"),
         ),
     ),
-    "S8": Row("forced chunk boundaries", (), "chunks end anywhere; no model here has states"),
-    "S9": Row("mid-chunk snapshots", (), "the cache has them, no chunk is planned for them"),
+    "S8": Row(
+        "forced chunk boundaries",
+        (
+            (CHUNKS, "test_a_chunk_ends_on_a_point_or_at_the_end_or_on_a_multiple_of_the_unit"),
+            (CHUNKS, "test_no_point_is_passed_without_its_state_and_every_step_goes_on"),
+            (STATES, "test_the_next_turn_goes_on_at_the_exact_end_of_the_last"),
+            (STATES, "test_the_second_to_leave_a_prefix_keeps_its_state_for_the_third"),
+        ),
+        "configured placements (periodic, offsets); no model here has states, the tests' has",
+    ),
+    "S9": Row(
+        "mid-chunk snapshots",
+        (
+            (CHUNKS, "test_a_marked_chunk_passes_one_aligned_point"),
+            (CHUNKS, "test_no_point_is_passed_without_its_state_and_every_step_goes_on"),
+            (
+                STATES,
+                "test_a_chunk_ends_on_a_point_unless_it_can_keep_the_state_on_the_way",
+            ),
+        ),
+        "a model whose kernels keep states in mid-chunk",
+    ),
+    "B42": Row(
+        "an unaligned point stops the chunk",
+        ((CHUNKS, "test_a_marked_chunk_passes_one_aligned_point"),),
+    ),
     "S10": Row(
         "a prompt waits for a prefix that another computes",
         (
@@ -76,8 +102,11 @@ ROWS = {
                 "test_when_the_first_is_cancelled_one_of_those_who_wait_goes_on_where_it_was",
             ),
             (SHARED, "test_nobody_waits_longer_than_the_prefix_is_worth"),
+            (
+                STATES,
+                "test_the_owner_of_a_shared_prefix_is_asked_for_its_state_at_the_shared_end",
+            ),
         ),
-        "asking the owner for a snapshot at the shared boundary",
     ),
     "S11": Row("dummy blocks from the layout", (), "dummy_slots of the cache are not used here"),
     "S12": Row("declarations of a drafter", (), "belongs to the drafters"),
