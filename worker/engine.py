@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
 
+from transfer.identity import Incarnation
 from worker.admission import Bounds
 from worker.chunks import ChunkRules
 from worker.context import ContextRole
@@ -79,6 +80,7 @@ class EngineLimits:
 class EngineParts:
     """What an engine is made of."""
 
+    incarnation: Incarnation
     manager: CacheManager
     transfers: Transfers
     executor: Executor
@@ -112,7 +114,12 @@ class Engine:
             self._desk,
             context,
             generation,
-            Survey(self._desk, PrefixWaits(self._desk, limits.max_batch_tokens), limits.demotion),
+            Survey(
+                self._desk,
+                PrefixWaits(self._desk, limits.max_batch_tokens),
+                limits.demotion,
+                parts.incarnation,
+            ),
             limits.max_batch_tokens,
             limits.max_running,
             limits.demotion,

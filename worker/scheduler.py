@@ -74,6 +74,10 @@ class Item(NamedTuple):
     """Tokens that a queued prompt lacks, as far as is known."""
     demoted: int = 0
     """Steps in which it was demoted."""
+    borrows: bool = False
+    """A prompt that may have, while nobody else computes, what was promised and not called for, so
+    that workers which promise each other room do not wait in a circle.
+    """
 
 
 class Row(NamedTuple):
@@ -196,13 +200,16 @@ def plan_admission(items: Sequence[Item], available: Slots, limits: Limits) -> A
     ``available`` counts free and evictable slots. What running and receiving items will still need
     is set aside first; then the others are served in order of arrival. New items leave alone what
     was promised, to younger ones too: peers hold pages until a promise is kept. Suspended ones do
-    not, so that an old one is not kept out by a young promise.
+    not, so that an old one is not kept out by a young promise. Where nobody computes or receives,
+    one prompt that borrows may have what was promised, whoever waits before it.
     """
     left = _Left(available, limits)
+    lends = True
     entrants: list[Item] = []
     for item in items:
         if item.phase in HOLDERS:
             left.take(item, item.demand)
+            lends = lends and not item.rows
         else:
             entrants.append(item)
             if item.phase in PROMISES:
@@ -219,7 +226,9 @@ def plan_admission(items: Sequence[Item], available: Slots, limits: Limits) -> A
         cost = sum(demand) if new else 0
         if item.phase in PROMISES:
             left.keep_promise(item)
-        if given + cost <= patience and left.fits(item, demand):
+        borrows = item.borrows and lends and left.lends(item, demand)
+        if borrows or (given + cost <= patience and left.fits(item, demand)):
+            lends = lends and not borrows
             left.take(item, demand)
             given += cost
             chosen[item.phase].append(item.key)
@@ -265,6 +274,9 @@ class _Left:
         self._rows = limits.max_running
         self._promised: Slots = (0,) * len(free)
         self._promised_rows = 0
+        self._kept: Slots = self._promised
+        """Taken by promises that nobody has called for yet."""
+        self._kept_rows = 0
 
     def capped(self, item: Item) -> Slots:
         """A demand never exceeds the pool: growth blocks must not keep out what would fit alone."""
@@ -295,10 +307,18 @@ class _Left:
             rows -= self._promised_rows
         return item.rows <= rows and self.holds(item, demand)
 
+    def lends(self, item: Item, demand: Slots) -> bool:
+        """Whether there are enough with those that were promised and not called for."""
+        rows = self._rows + self._kept_rows
+        return item.rows <= rows and fits(demand, _plus(self._free, self._kept))
+
     def take(self, item: Item, demand: Slots) -> None:
         """Slots and a place in the steps."""
         self._free = _minus(self._free, demand)
         self._rows -= item.rows
+        if item.phase is Phase.PROMISED:
+            self._kept = _plus(self._kept, demand)
+            self._kept_rows += item.rows
 
 
 def plan_step(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from transfer.identity import Incarnation
 from worker.chunks import Ahead
 from worker.desk import Desk
 from worker.prefix_waits import PrefixWaits
@@ -42,6 +43,8 @@ class Survey:
     desk: Desk
     waits: PrefixWaits
     demotion: Demotion | None
+    incarnation: Incarnation
+    """This worker."""
     _looked: tuple[int, Slots] = field(default=(0, ()))
     """Key and available slots of the last look that found nothing to share."""
 
@@ -149,13 +152,27 @@ class Survey:
             phase = SEQUENCE_PHASES[one.state]
             rows, lacking = len(one.choices), self.expected_tokens(one)
             arrival, passed = one.arrival, one.passed_slots
-            return Item(one.key, phase, arrival, demand, rows, passed, lacking, one.demoted_steps)
+            demoted, borrows = one.demoted_steps, self._borrows(one.leg)
+            return Item(one.key, phase, arrival, demand, rows, passed, lacking, demoted, borrows)
         choices = max(1, len(one.open_choices))
         demand = self._fresh(one, one.prompt_tokens, choices)
         if one.saving:
             demand = _less(demand, one.saving)
         arrival, phase = (one.arrival, 0), LEG_PHASES[one.state]
-        return Item(-one.arrival, phase, arrival, demand, choices, one.passed_slots)
+        borrows = phase is Phase.FETCHING and self._borrows(one)
+        key, passed = -one.arrival, one.passed_slots
+        return Item(key, phase, arrival, demand, choices, passed, borrows=borrows)
+
+    def _borrows(self, leg: LegRecord) -> bool:
+        """Whether a prompt may have room that was promised to others.
+
+        Its own room at its destination is promised, so it ends if that keeps its promise. Workers
+        that prefill for each other all promise their rooms away before any prompt starts; so
+        prompts for a later one, in an order that all know, may start all the same. Whom they keep
+        waiting then waits for a later worker only, and the last of them lends to nobody.
+        """
+        destination = leg.destination
+        return destination is not None and str(self.incarnation) < str(destination)
 
     def expected_tokens(self, sequence: Sequence) -> int:
         """Tokens that a queued sequence has to compute, as far as is known: long prompts are looked

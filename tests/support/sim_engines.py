@@ -157,6 +157,7 @@ class SimWorker(Output):
         demand = PageDemand(plan, max_chunk_tokens=shape.max_batch_tokens)
         self.engine = Engine(
             EngineParts(
+                incarnation=self.incarnation,
                 manager=self.leader,
                 transfers=self.transfers,
                 executor=self.executor,

@@ -88,6 +88,19 @@ def test_a_landing_transfer_takes_the_room_it_was_promised() -> None:
     assert plan_admission(items, (10,), LIMITS).land == (1,)
 
 
+def test_one_prompt_borrows_promised_room_while_nobody_computes() -> None:
+    promised = item(1, Phase.PROMISED, 6)
+    tired = item(2, Phase.GRANTING, 9)._replace(passed=9)
+    prompts = [item(key, Phase.QUEUED, 3)._replace(borrows=True) for key in (3, 4)]
+    assert admitted([promised, tired, *prompts], 8) == [3]
+    assert admitted([promised, tired, *prompts, item(5, Phase.RUNNING, 0)], 8) == []
+    assert admitted([promised, tired, *prompts, item(5, Phase.RUNNING, 0, rows=0)], 8) == [3]
+    assert admitted([promised, prompts[0]._replace(borrows=False)], 8) == []
+    # What was called for is not lent.
+    called = item(1, Phase.LANDING, 6)
+    assert admitted([called, tired, *prompts], 8) == [1]
+
+
 def test_growth_blocks_never_keep_out_what_fits_alone() -> None:
     assert admitted([item(1, Phase.QUEUED, 11)], 10) == [1]
     assert admitted([item(1, Phase.QUEUED, 11)], 9) == []

@@ -17,6 +17,7 @@ PREEMPTION = "worker/engine/test_preemption.py"
 CHUNKS = "worker/engine/test_chunks.py"
 STATES = "worker/engine/test_states.py"
 DEMOTION = "worker/engine/test_demotion.py"
+PREEMPTION_REAL = "worker/engine/test_preemption_real.py"
 AGGREGATED = "worker/engine/test_aggregated.py"
 CONFIG = "services/launch/test_config.py"
 
@@ -159,8 +160,15 @@ ROWS = {
                 AGGREGATED,
                 "test_more_requests_than_pages_all_finish_by_suspending_the_youngest",
             ),
+            (
+                PREEMPTION_REAL,
+                "test_four_long_generations_in_pages_for_one_and_a_half_are_equal_to_the_oracle",
+            ),
+            (
+                PREEMPTION,
+                "test_who_was_suspended_is_not_kept_out_by_a_stream_of_new_requests",
+            ),
         ),
-        "four long generations on a real model",
     ),
     "deadlock": Row(
         "who can never go on ends with an explanation",
@@ -169,6 +177,10 @@ ROWS = {
                 PREEMPTION,
                 "test_who_waits_for_pages_that_never_come_ends_with_an_explanation"
                 "_and_the_others_go_on",
+            ),
+            (
+                PREEMPTION,
+                "test_workers_that_prefill_for_each_other_in_small_pools_never_wait_in_a_circle",
             ),
         ),
     ),
