@@ -213,11 +213,14 @@ class Desk:
 
     def draws(self, sequence: Sequence) -> tuple[Draw, ...]:
         """What to draw from the logits of the sequence's last token, one draw a choice."""
-        leg, length = sequence.leg, len(sequence.tokens)
+        leg, length = sequence.leg, sequence.tokens.length
         prompt, sampling, stop = leg.prompt, leg.sampling, leg.stop
-        index = length - len(prompt)
+        prompt_tokens = len(prompt)
+        index = length - prompt_tokens
         banned = stop.stop_token_ids if index < stop.min_tokens else ()
-        output: npt.NDArray[np.int32] = sequence.tokens.span(len(prompt), length)
+        output: npt.NDArray[np.int32] = sequence.tokens.span(prompt_tokens, length)
+        if len(sequence.choices) == 1:
+            return (Draw(sampling, sequence.choices[0], index, prompt, output, banned),)
         return tuple(
             [Draw(sampling, choice, index, prompt, output, banned) for choice in sequence.choices]
         )

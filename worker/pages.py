@@ -86,6 +86,7 @@ class PageBoard:
             plan = plan if shared is None else self._plan(shared)
         given_way.update(plan.demoted)
         if plan.is_empty:
+            self.survey.refused()
             return self._end_if_stuck(plan), set()
         legs = {leg.arrival: leg for leg in self.desk.legs if leg.state in LEG_PHASES}
         moved, deferred = self._carry_out(plan, legs)
@@ -195,17 +196,15 @@ class PageBoard:
             sequence = self.desk.sequences[chunk.key]
             if sequence.state is not SequenceState.RUNNING:
                 continue
-            if self._has_pages(sequence, chunk.tokens) or self._grow(
+            cache = sequence.cache
+            assert cache is not None
+            if cache.history + chunk.tokens <= cache.capacity or self._grow(
                 sequence, chunk.tokens, victims
             ):
                 batch.append((sequence, chunk))
         if len(victims) == len(plan.victims):
             return batch  # nobody was suspended for another
         return [pair for pair in batch if pair[0].state is SequenceState.RUNNING]
-
-    def _has_pages(self, sequence: Sequence, tokens: int) -> bool:
-        cache = sequence.cache
-        return cache is not None and cache.history + tokens <= cache.capacity
 
     def _grow(self, sequence: Sequence, tokens: int, victims: list[int]) -> bool:
         """Pages for the next ``tokens`` tokens, if need be those of younger sequences."""
@@ -288,7 +287,7 @@ class PageBoard:
         assert cache is not None
         start = cache.history
         end = start + chunk.tokens
-        draws = self.desk.draws(sequence) if end == len(known) else ()
+        draws = self.desk.draws(sequence) if end == known.length else ()
         slot = None if chunk.keep is None else cache.acquire_snapshot_slot()
         snapshot = None if chunk.keep is None or slot is None else StateSnapshot(chunk.keep, slot)
         tables = cache.block_tables()

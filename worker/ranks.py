@@ -34,6 +34,8 @@ class RankSequence(CacheSequence):
         self._cache = cache
         self._groups = groups
         self._mint = mint
+        self._tables: BlockTables | None = None
+        """As long as they are the same arrays, which are updated in place."""
 
     @property
     @override
@@ -72,10 +74,12 @@ class RankSequence(CacheSequence):
 
     @override
     def grow(self, capacity: int) -> bool:
+        self._tables = None
         return self._cache.grow(capacity)
 
     @override
     def grow_to_receive(self, capacity: int) -> bool:
+        self._tables = None
         return self._cache.grow_to_receive(capacity)
 
     @override
@@ -107,10 +111,12 @@ class RankSequence(CacheSequence):
 
     @override
     def suspend(self) -> None:
+        self._tables = None
         self._cache.suspend()
 
     @override
     def resume(self) -> bool:
+        self._tables = None
         return self._cache.resume()
 
     @override
@@ -123,8 +129,10 @@ class RankSequence(CacheSequence):
 
     @override
     def block_tables(self) -> BlockTables:
-        table = self._cache.block_table
-        return tuple([table(group) for group in self._groups])
+        if self._tables is None:
+            table = self._cache.block_table
+            self._tables = tuple([table(group) for group in self._groups])
+        return self._tables
 
     @override
     def lease(self, first_block: int, end_block: int) -> PageLease:

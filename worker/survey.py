@@ -7,12 +7,15 @@ that alone keeps the next item out, ``share`` finds out by looking what it would
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
+from operator import itemgetter, le
 from typing import Final
 
 from transfer.identity import Incarnation
 from worker.chunks import Ahead
 from worker.desk import Desk
+from worker.ports import CacheSequence
 from worker.prefix_waits import PrefixWaits
 from worker.requests import LegRecord, LegState, Sequence, SequenceState
 from worker.scheduler import NO_POINTS, Demotion, Item, Phase, Row, Slots
@@ -21,6 +24,10 @@ MAX_ENTRANTS: Final = 256
 """Items beyond the oldest this many are not looked at in one plan: they could not be served
 anyway.
 """
+
+LOOK_STEPS: Final = 8
+"""Steps after which those whom a plan gave nothing are looked at anew in any case."""
+_FIRST: Final = itemgetter(0)
 
 LEG_PHASES: Final = {
     LegState.AWAITING_ROOM: Phase.GRANTING,
@@ -36,6 +43,31 @@ SEQUENCE_PHASES: Final = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """What an admission plan depends on, short enough to be compared in every step."""
+
+    step: int
+    waiting: list[tuple[tuple[int, int], SequenceState | LegState]]
+    running: int
+    """Rows of running sequences."""
+    holders: int
+    """These, and transfers that are received."""
+    available: Slots
+
+    def is_no_better_than(self, refused: Glance) -> bool:
+        """Whether the same ones wait and have no more to hope for than when they were refused: in
+        the last few steps, for what others will need, or share with them, changes unseen.
+        """
+        return (
+            min(refused.running, self.running) > 0
+            and self.holders >= refused.holders
+            and self.step < refused.step + LOOK_STEPS
+            and all(map(le, self.available, refused.available))
+            and self.waiting == refused.waiting
+        )
+
+
 @dataclass(eq=False, slots=True)
 class Survey:
     """Reads the desk. A leg's key is its negated arrival number, a sequence's its own key."""
@@ -47,19 +79,30 @@ class Survey:
     """This worker."""
     _looked: tuple[int, Slots] = field(default=(0, ()))
     """Key and available slots of the last look that found nothing to share."""
+    _glance: Glance | None = None
+    """What the last items were made of."""
+    _refused: Glance | None = None
+    """The same, where their plan gave nobody anything."""
 
     def rows(self) -> list[Row]:
         """Running sequences; each has at least one token to compute."""
         return [
             Row(
-                sequence.key,
-                sequence.arrival,
-                len(sequence.tokens) - sequence.computed,
-                sequence.last_step,
-                sequence.demoted_steps,
+                one.key,
+                (one.leg.arrival, one.choices[0]),
+                one.tokens.length - cache.history,
+                one.last_step,
+                one.demoted_steps,
             )
-            for sequence in self.desk.sequences.values()
-            if sequence.state is SequenceState.RUNNING
+            for one, cache in self._runners()
+        ]
+
+    def _runners(self) -> list[tuple[Sequence, CacheSequence]]:
+        running = SequenceState.RUNNING
+        return [
+            (one, one.cache)
+            for one in self.desk.sequences.values()
+            if one.state is running and one.cache is not None
         ]
 
     def ahead(self) -> Mapping[int, Ahead]:
@@ -75,26 +118,39 @@ class Survey:
 
     def running_rows(self) -> int:
         """Rows that running sequences take in a step."""
+        running = SequenceState.RUNNING
         return sum(
-            [
-                len(sequence.choices)
-                for sequence in self.desk.sequences.values()
-                if sequence.state is SequenceState.RUNNING
-            ]
+            [len(one.choices) for one in self.desk.sequences.values() if one.state is running]
         )
 
     def items(self) -> list[Item]:
-        """What holds pages and will need more, and the oldest entrants. Empty without entrants."""
-        entrants = self._entrants()
-        if not entrants:
+        """What holds pages and will need more, and the oldest entrants. Empty without entrants, and
+        while what the last plan refused would be refused again.
+        """
+        computing = LegState.COMPUTING  # most do, and looking a state up costs more
+        legs = [leg for leg in self.desk.legs if leg.state is not computing]
+        waiting = self._waiting(legs)
+        if not waiting:
             return []
-        items = [self._running()]
-        items += [
-            self._receiving(leg)
-            for leg in self.desk.legs
-            if leg.state is not LegState.COMPUTING and leg.state in RECEIVING
-        ]
-        return items + entrants
+        receiving = [leg for leg in legs if leg.state in RECEIVING]
+        running = self.running_rows()
+        glance = self._glance = Glance(
+            self.desk.counters.steps,
+            [(arrival, one.state) for arrival, one in waiting],
+            running,
+            running + len(receiving),
+            self.desk.manager.available_slots(),
+        )
+        if self._refused is not None and glance.is_no_better_than(self._refused):
+            return []
+        self._refused = None
+        holders = [self._running(), *map(self._receiving, receiving)]
+        return holders + [self._entrant(one) for _, one in waiting[:MAX_ENTRANTS]]
+
+    def refused(self) -> None:
+        """The plan of the last items gave nobody anything. Demoted prompts age by being refused."""
+        if self.demotion is None:
+            self._refused = self._glance
 
     def share(self, items: list[Item], key: int) -> list[Item] | None:
         """The items with what ``key`` would share with others taken off its demand.
@@ -128,8 +184,11 @@ class Survey:
             return self.desk.sequences[key]
         return next(leg for leg in self.desk.legs if leg.arrival == -key)
 
-    def _entrants(self) -> list[Item]:
-        running = SequenceState.RUNNING  # most are, and looking a state up costs more
+    def _waiting(
+        self, legs: Values[LegRecord]
+    ) -> list[tuple[tuple[int, int], Sequence | LegRecord]]:
+        """Entrants with their arrival, oldest first, those of ``legs`` among them."""
+        running = SequenceState.RUNNING
         waiting: list[tuple[tuple[int, int], Sequence | LegRecord]] = [
             (sequence.arrival, sequence)
             for sequence in self.desk.sequences.values()
@@ -137,18 +196,13 @@ class Survey:
             and sequence.state in SEQUENCE_PHASES
             and not self.waits.holds(sequence)
         ]
-        computing = LegState.COMPUTING
-        waiting += [
-            ((leg.arrival, 0), leg)
-            for leg in self.desk.legs
-            if leg.state is not computing and leg.state in LEG_PHASES
-        ]
-        waiting.sort(key=lambda pair: pair[0])
-        return [self._entrant(one) for _, one in waiting[:MAX_ENTRANTS]]
+        waiting += [((leg.arrival, 0), leg) for leg in legs if leg.state in LEG_PHASES]
+        waiting.sort(key=_FIRST)
+        return waiting
 
     def _entrant(self, one: Sequence | LegRecord) -> Item:
         if isinstance(one, Sequence):
-            demand = self._owed(one)
+            demand = self._owed(one, 0)
             phase = SEQUENCE_PHASES[one.state]
             rows, lacking = len(one.choices), self.expected_tokens(one)
             arrival, passed = one.arrival, one.passed_slots
@@ -178,30 +232,35 @@ class Survey:
         """Tokens that a queued sequence has to compute, as far as is known: long prompts are looked
         up, once, where that decides on their place.
         """
-        tokens = sequence.tokens.span(0, len(sequence.tokens))
-        if self.demotion is None or len(tokens) <= self.demotion.uncached_tokens:
-            return len(tokens)
+        length = sequence.tokens.length
+        if self.demotion is None or length <= self.demotion.uncached_tokens:
+            return length
         if sequence.uncached_tokens is None:
+            tokens = sequence.tokens.span(0, length)
             scope = sequence.leg.scope
             sequence.uncached_tokens = self.desk.manager.uncached_tokens(scope, tokens)
         return sequence.uncached_tokens
 
     def _running(self) -> Item:
         """What all running sequences will need, as one item."""
-        rows, total = 0, [0] * len(self.desk.manager.total_slots())
-        for sequence in self.desk.sequences.values():
-            if sequence.state is not SequenceState.RUNNING:
-                continue
-            rows += len(sequence.choices)
-            for pool_group, slots in enumerate(self._owed(sequence)):
-                total[pool_group] += slots
-        return Item(0, Phase.RUNNING, (0, 0), tuple(total), rows)
+        block = self.desk.demand.tokens_per_block
+        runners = self._runners()
+        owed = [
+            one.owed
+            if one.owed_at == (-(-one.tokens.length // block), cache.capacity, len(one.choices))
+            else self._owed(one, cache.capacity)
+            for one, cache in runners
+        ]
+        owed.append((0,) * len(self.desk.manager.total_slots()))
+        rows = sum([len(one.choices) for one, _ in runners])
+        total = tuple([sum(slots) for slots in zip(*owed, strict=True)])
+        return Item(0, Phase.RUNNING, (0, 0), total, rows)
 
-    def _owed(self, sequence: Sequence) -> Slots:
-        """What one sequence will need; it changes where a block or a choice ends."""
-        cache = sequence.cache if sequence.state is SequenceState.RUNNING else None
-        capacity = 0 if cache is None else cache.capacity
-        tokens = len(sequence.tokens)
+    def _owed(self, sequence: Sequence, capacity: int) -> Slots:
+        """What one sequence will need beyond ``capacity``; it changes where a block or a choice
+        ends.
+        """
+        tokens = sequence.tokens.length
         now = (self.desk.demand.blocks(tokens), capacity, len(sequence.choices))
         if sequence.owed_at != now:
             fresh = self._fresh(sequence.leg, tokens, len(sequence.choices))

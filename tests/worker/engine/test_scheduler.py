@@ -203,6 +203,21 @@ def test_admission_never_gives_more_than_there_is(
         assert sum(one.rows for one in held + taken) <= LIMITS.max_running
 
 
+@given(items_strategy, st.integers(0, 10), st.integers(0, 5), st.integers(0, 2))
+def test_who_was_refused_is_refused_again_where_there_is_no_more(
+    parts: list[tuple[Phase, int, int]], available: int, less: int, rows: int
+) -> None:
+    """The engine does not look again at those who wait while this holds."""
+    items = [
+        Item(key, phase, (key, 0), (need,), rows, borrows=phase is Phase.QUEUED)
+        for key, (phase, need, rows) in enumerate(parts, 1)
+    ]
+    running = Item(0, Phase.RUNNING, (0, 0), (1,), 1)
+    again = Item(0, Phase.RUNNING, (0, 0), (1 + less,), 1 + rows)
+    if plan_admission([running, *items], (available,), LIMITS).is_empty:
+        assert plan_admission([again, *items], (available,), LIMITS).is_empty
+
+
 @given(items_strategy, st.integers(0, 10), st.integers(0, 8))
 def test_nobody_is_passed_by_more_than_it_wants_itself(
     parts: list[tuple[Phase, int, int]], available: int, before: int
