@@ -86,7 +86,8 @@ class PageBoard:
             plan = plan if shared is None else self._plan(shared)
         given_way.update(plan.demoted)
         if plan.is_empty:
-            self.survey.refused()
+            if not plan.demoted:
+                self.survey.refused()  # demoted prompts age by it
             return self._end_if_stuck(plan), set()
         legs = {leg.arrival: leg for leg in self.desk.legs if leg.state in LEG_PHASES}
         moved, deferred = self._carry_out(plan, legs)

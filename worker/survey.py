@@ -148,9 +148,8 @@ class Survey:
         return holders + [self._entrant(one) for _, one in waiting[:MAX_ENTRANTS]]
 
     def refused(self) -> None:
-        """The plan of the last items gave nobody anything. Demoted prompts age by being refused."""
-        if self.demotion is None:
-            self._refused = self._glance
+        """The plan of the last items gave nobody anything, and changed nothing for the next one."""
+        self._refused = self._glance
 
     def share(self, items: list[Item], key: int) -> list[Item] | None:
         """The items with what ``key`` would share with others taken off its demand.
