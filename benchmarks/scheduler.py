@@ -27,7 +27,7 @@ from kvcache_core.manager import UnifiedKVCacheManager
 from kvcache_core.ports import PageCopier, SlotArray
 from kvcache_core.spec import ElementType, KVCacheLayerOwner, KVCacheLayerSpec
 from transfer.agent_figures import TransferFigures
-from transfer.identity import PeerAddress
+from transfer.identity import Incarnation, PeerAddress
 from transfer.lease import TransferLease
 from transfer.messages import HandoffData
 from transfer.prefix import Prefix
@@ -197,6 +197,7 @@ class MeasuredEngine:
         )
         self._engine = Engine(
             EngineParts(
+                incarnation=Incarnation.mint("benchmark"),
                 manager=self._manager,
                 transfers=NoTransfers(),
                 executor=NoModel(),

@@ -180,6 +180,7 @@ def make_engine(
         transfers = agreement = LeaderTransfers(transfers, leader, 1 + len(followers))
     return Engine(
         EngineParts(
+            incarnation=config.incarnation,
             manager=manager,
             transfers=transfers,
             executor=core.executor,

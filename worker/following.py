@@ -91,6 +91,7 @@ class RankFollower(RankReplica):
                     part.start,
                     self.tables(part.sequence),
                     (),
+                    self.snapshot(part),
                 )
                 for part in step.slices
             ],

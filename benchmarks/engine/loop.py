@@ -15,6 +15,7 @@ from kvcache_core.layout import LayoutPlan
 from kvcache_core.manager import UnifiedKVCacheManager
 from kvcache_core.storage import TorchStorage
 from transfer.agent_figures import TransferFigures
+from transfer.identity import Incarnation
 from worker.core import MonotonicClock
 from worker.demand import PageDemand
 from worker.engine import Engine, EngineLimits, EngineParts
@@ -75,6 +76,7 @@ class Loop:
         )
         self._engine = Engine(
             EngineParts(
+                incarnation=Incarnation.mint("benchmark"),
                 manager=manager,
                 transfers=cast(Transfers, NoTransfers()),
                 executor=ModelExecutor(runner, loaded.device),
