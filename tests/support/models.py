@@ -60,6 +60,19 @@ FAMILIES: Final[dict[str, Callable[[], Any]]] = {
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         query_pre_attn_scalar=16,
     ),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **_COMMON, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **_COMMON,
+        moe_intermediate_size=32,
+        num_experts=6,
+        num_experts_per_tok=3,
+        mlp_only_layers=[1],
+        norm_topk_prob=True,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+    ),
 }
 """transformers model type -> configuration of a tiny model of it."""
 

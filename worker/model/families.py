@@ -54,7 +54,7 @@ class ModelFacts:
 
 
 def _all_layers_windowed(config: Configuration) -> tuple[int | None, ...]:
-    """Mistral: one ``sliding_window`` for every layer, or none."""
+    """Mistral, Mixtral and Qwen 3's mixture: one ``sliding_window`` for every layer, or none."""
     window: int | None = config["sliding_window"]
     return (window,) * int(config["num_hidden_layers"])
 
@@ -84,6 +84,8 @@ FAMILIES: Final[dict[str, Callable[[Configuration], tuple[int | None, ...]]]] = 
     "qwen3": _by_layer_type,
     "mistral": _all_layers_windowed,
     "gemma3_text": _by_layer_type,
+    "mixtral": _all_layers_windowed,
+    "qwen3_moe": _all_layers_windowed,
 }
 """transformers model type -> windows per layer."""
 

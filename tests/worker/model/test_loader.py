@@ -27,6 +27,8 @@ WINDOWS = {
     "qwen3": (None, None, None),
     "mistral": (WINDOW, WINDOW, WINDOW),
     "gemma3_text": (WINDOW, None, WINDOW),
+    "mixtral": (None, None, None),
+    "qwen3_moe": (WINDOW, WINDOW, WINDOW),
 }
 
 
