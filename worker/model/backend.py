@@ -26,12 +26,15 @@ WIDEST_HEAD: Final = 256
 
 @dataclass(frozen=True)
 class PagedLayers:
-    """The pages of a model's layers: ``specs`` by layer index, ``dtype`` the model's."""
+    """The pages of a model's layers: ``specs`` by layer index, ``dtype`` the model's.
+    ``head_sinks``: whether heads have sinks.
+    """
 
     plan: LayoutPlan
     storage: TorchStorage
     specs: tuple[KVCacheLayerSpec, ...]
     dtype: torch.dtype
+    head_sinks: bool = False
 
     def group_of(self, spec: KVCacheLayerSpec) -> int:
         """Layer group of one of the model's layers.
@@ -121,6 +124,6 @@ def triton_backend(layers: PagedLayers) -> AttentionBackend:
 def backend_of(layers: PagedLayers) -> AttentionBackend:
     """The faster one that the device and the model's heads allow."""
     fits = all(spec.head_dim <= WIDEST_HEAD for spec in layers.specs)
-    if layers.storage.device.type == "cuda" and fits:
+    if layers.storage.device.type == "cuda" and fits and not layers.head_sinks:
         return triton_backend(layers)
     return TorchBackend(layers)

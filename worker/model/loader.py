@@ -23,15 +23,10 @@ from kvcache_core.spec import ElementType, KVCacheLayerSpec
 from worker.config import ElementType as ConfiguredType
 from worker.model.attention import PAGED
 from worker.model.errors import ModelLoadError
-from worker.model.families import (
-    FAMILIES,
-    GGUF_ARCHITECTURES,
-    Configuration,
-    ModelFacts,
-    check_supported,
-    describe,
-)
+from worker.model.families import KNOWN_FAMILIES, ModelFacts, describe
 from worker.model.gguf_model import apply_rope_factors, configuration, state_dict
+from worker.model.inspection import check_tokens_alone, inspect_family
+from worker.model.pageable import SERVED, Configuration
 from worker.model.rank_sum import OnlyRank, RankSum
 from worker.model.rank_weights import read_safetensors
 from worker.model.shard import ShardPlan
@@ -101,8 +96,6 @@ def load_model(
         ModelLoadError: nothing there, unknown family, files missing, truncated or incomplete.
     """
     source = locate(path)
-    known = GGUF_ARCHITECTURES if source.gguf is not None else frozenset(FAMILIES)
-    check_supported(source.model_type, known)
     started = time.monotonic()
     progress(f"loading {source.path.name} ({source.weight_bytes / 1e6:.0f} MB)")
     reading = {"attn_implementation": PAGED, "dtype": _load_dtype(source, device, dtype)}
@@ -111,12 +104,17 @@ def load_model(
             config = _configuration(source)
             whole = config.to_dict()
             whole_facts = describe(whole)
+            known = whole_facts.family in KNOWN_FAMILIES
+            if not known:
+                whole_facts = inspect_family(config, whole_facts)
             plan = ShardPlan(ranks.shard, whole_facts, config)
             module = _read(source, config, plan, reading, progress)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError) as error:
         raise ModelLoadError(f"{source.path}: transformers could not load it: {error}") from error
     target = _device(device)
     module = module.to(target).eval().requires_grad_(requires_grad=False)
+    if not known:
+        check_tokens_alone(module, whole_facts)
     chosen = _element_type(module.dtype)
     facts = plan.facts()
     progress(
@@ -167,7 +165,13 @@ def _element_type(dtype: torch.dtype) -> ElementType:
 def _configuration(source: ModelSource) -> Any:
     if source.gguf is not None:
         return configuration(source.gguf, source.path)
-    return transformers.AutoConfig.from_pretrained(**source.arguments())
+    config = transformers.AutoConfig.from_pretrained(**source.arguments())
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelLoadError(
+            f"model family {source.model_type!r} is not supported: transformers has no causal "
+            f"language model of it; {SERVED}"
+        )
+    return config
 
 
 def _read(

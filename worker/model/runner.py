@@ -49,7 +49,8 @@ class ModelRunner:
         ``backend`` makes the attention backend, ``decoding`` what batches of single tokens go
         through where it accepts them; mixed batches must not rely on cleared pages then.
         """
-        layers = PagedLayers(plan, storage, loaded.specs, loaded.dtype)
+        sinks = loaded.facts.head_sinks
+        layers = PagedLayers(plan, storage, loaded.specs, loaded.dtype, head_sinks=sinks)
         for spec in loaded.specs:
             layers.group_of(spec)
             pages = storage.kv(spec.layer_id)

@@ -16,17 +16,15 @@ from enum import Enum
 from typing import Any, Final
 
 from worker.model.errors import ModelLoadError
-from worker.model.families import Configuration, ModelFacts
+from worker.model.families import ModelFacts
+from worker.model.pageable import Configuration
 
 KV_PROJECTIONS: Final = frozenset({"k_proj", "v_proj"})
 NUMBER: Final = re.compile(r"\.\d+\.")
 """Of a layer or an expert."""
 
-INNER_SIZES: Final = (
-    "intermediate_size",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-)
+EXPERTS_SIZE: Final = "moe_intermediate_size"
+INNER_SIZES: Final = ("intermediate_size", EXPERTS_SIZE)
 """Configuration values that the outputs of column-parallel matrices outside attention have."""
 
 IN_FILES: Final = {
@@ -94,6 +92,11 @@ class ShardPlan:
         if shard.size > 1:
             self._cuts = _cuts(facts.family, config.base_model_tp_plan)
             _check(shard, facts, self._inner)
+            if EXPERTS_SIZE in self._inner and Cut.EXPERTS not in self._cuts.values():
+                raise ModelLoadError(
+                    f"{facts.family}: transformers' plan does not share its experts out; use "
+                    "tensor_parallel_size 1"
+                )
 
     def facts(self) -> ModelFacts:
         """The model as this rank holds it: its heads alone."""
@@ -168,6 +171,8 @@ def _cuts(family: str, plan: Mapping[str, str] | None) -> dict[str, Cut]:
             "tensor_parallel_size 1"
         )
     known = {cut.value: cut for cut in Cut}
+    # What lies outside the layers, embedding and head, is whole on every rank.
+    plan = {name: kind for name, kind in plan.items() if name.startswith("layers.")}
     unknown = sorted(f"{name} ({kind})" for name, kind in plan.items() if kind not in known)
     if unknown:
         raise ModelLoadError(

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from worker.model.attention import AttentionStep, Target
 from worker.model.backend import AttentionBackend, PagedLayers
+from worker.model.errors import AttentionInputError
 from worker.model.step import SequenceSlice
 from worker.model.step_metadata import MetadataShape, StepMetadata, describe_step
 from worker.model.triton_attention import KernelPages, TritonAttention, read
@@ -30,7 +31,13 @@ class TritonStep(AttentionStep):
         key_value: torch.Tensor,
         scale: float,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if sinks is not None:
+            raise AttentionInputError(
+                "expected no sinks of heads, which the triton kernels do not have; take the torch "
+                "backend"
+            )
         return self.attention.attend(self.metadata, index, query, key_value, scale, softcap)
 
     @override

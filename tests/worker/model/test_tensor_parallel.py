@@ -77,6 +77,12 @@ def test_two_ranks_of_every_family(tiny_model: TinyModel, way: Way, family: str)
     assert_shared(tiny_model(family), 2, way)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "starcoder2"])
+def test_two_ranks_of_the_general_rule(tiny_model: TinyModel, family: str) -> None:
+    """Softcaps, biases of sums."""
+    assert_shared(tiny_model(family), 2, PlainModel)
+
+
 HEADS = {
     "ranks exceed the kv heads": (2, 6, 1),
     "some ranks share a kv head": (4, 8, 2),
@@ -202,6 +208,24 @@ REFUSED = {
 def test_refused(tmp_path: Path, size: int, changes: dict[str, int], why: str) -> None:
     with pytest.raises(ModelLoadError, match=why):
         load_model(write(tmp_path, "llama", **changes), ranks=Absent(size))
+
+
+def test_embedding_and_head_are_whole_whatever_the_plan_says() -> None:
+    config = FAMILIES["llama"]()
+    plan = {"embed_tokens": "embedding_rowwise", **config.base_model_tp_plan}
+    config.base_model_tp_plan = plan
+    shares = ShardPlan(Shard(1, 2), describe(config.to_dict()), config)
+    assert shares.part("model.embed_tokens.weight", (288, 48)) == ()
+    assert shares.part("model.layers.0.mlp.up_proj.weight", (80, 48)) == (slice(40, 80),)
+
+
+def test_a_plan_without_the_experts_is_refused() -> None:
+    config = FAMILIES["qwen3_moe"]()
+    config.base_model_tp_plan = {
+        name: kind for name, kind in config.base_model_tp_plan.items() if "experts" not in name
+    }
+    with pytest.raises(ModelLoadError, match="does not share its experts out"):
+        ShardPlan(Shard(1, 2), describe(config.to_dict()), config)
 
 
 def test_experts_that_do_not_divide_are_refused() -> None:
