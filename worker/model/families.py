@@ -7,6 +7,7 @@ served wrong. What no configuration says is looked for by :mod:`worker.model.ins
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -53,10 +54,44 @@ class ModelFacts:
         )
 
 
-KNOWN_FAMILIES: Final = frozenset(
-    {"llama", "qwen2", "qwen3", "mistral", "gemma3_text", "mixtral", "qwen3_moe"}
-)
-"""transformers model types that need no inspection: tests hold each equal to transformers."""
+Windows = tuple[int | None, ...]
+"""Per layer, as in :class:`ModelFacts`."""
+
+
+def _no_windows(config: Configuration) -> Windows:
+    return (None,) * int(config["num_hidden_layers"])
+
+
+def _all_layers_windowed(config: Configuration) -> Windows:
+    """One ``sliding_window`` for every layer, or none."""
+    window: int | None = config.get("sliding_window")
+    return (window,) * int(config["num_hidden_layers"])
+
+
+def _by_layer_type(config: Configuration) -> Windows:
+    """``layer_types`` names each layer (Qwen's follows from max_window_layers)."""
+    window: int | None = config.get("sliding_window")
+    return tuple(window if kind == SLIDING else None for kind in config["layer_types"])
+
+
+def _by_what_is_there(config: Configuration) -> Windows:
+    """The general rule, which inspection holds the module to."""
+    by = _all_layers_windowed if config.get("layer_types") is None else _by_layer_type
+    return by(config)
+
+
+KNOWN_FAMILIES: Final[dict[str, Callable[[Configuration], Windows]]] = {
+    "llama": _no_windows,
+    "qwen2": _by_layer_type,
+    "qwen3": _by_layer_type,
+    "mistral": _all_layers_windowed,
+    "gemma3_text": _by_layer_type,
+    "mixtral": _all_layers_windowed,
+    "qwen3_moe": _all_layers_windowed,
+}
+"""transformers model type -> windows per layer, from what its module reads. These need no
+inspection: tests hold each equal to transformers.
+"""
 
 GGUF_ARCHITECTURES: Final = frozenset({"llama", "qwen2", "qwen3", "gemma3"})
 
@@ -96,7 +131,7 @@ def describe(config: Configuration) -> ModelFacts:
             "layer to layer are not served"
         )
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    windows = _windows(config)
+    windows = KNOWN_FAMILIES.get(family, _by_what_is_there)(config)
     if len(windows) != layers:
         raise ModelLoadError(
             f"expected {layers} layer_types, got {len(windows)}: config.json is inconsistent"
@@ -111,17 +146,6 @@ def describe(config: Configuration) -> ModelFacts:
         vocab_size=config["vocab_size"],
         max_position_tokens=config["max_position_embeddings"],
     )
-
-
-def _windows(config: Configuration) -> tuple[int | None, ...]:
-    """By layer: ``layer_types`` where the configuration has them, else one ``sliding_window`` for
-    all layers, or none.
-    """
-    window: int | None = config.get("sliding_window")
-    kinds = config.get("layer_types")
-    if kinds is None:
-        return (window,) * int(config["num_hidden_layers"])
-    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def _check_rope(family: str, parameters: Configuration | None) -> None:

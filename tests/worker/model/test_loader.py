@@ -53,6 +53,14 @@ def test_facts_of_every_family(tiny_model: TinyModel, family: str) -> None:
     assert messages[-1].startswith(f"loaded {family}")
 
 
+def test_what_a_module_does_not_read_changes_nothing() -> None:
+    """Configurations keep values of other families, which transformers' module does not look at."""
+    llama, mistral = FAMILIES["llama"]().to_dict(), FAMILIES["mistral"]().to_dict()
+    assert describe({**llama, "sliding_window": 8}).windows == WINDOWS["llama"]
+    kinds = ["full_attention"] * 3
+    assert describe({**mistral, "layer_types": kinds}).windows == WINDOWS["mistral"]
+
+
 def test_dtype_is_applied_to_weights_and_pages(tiny_model: TinyModel) -> None:
     loaded = load_model(tiny_model("llama"), dtype="bfloat16")
     assert loaded.dtype == torch.bfloat16
