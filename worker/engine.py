@@ -28,6 +28,7 @@ from worker.inbox import (
     Shutdown,
 )
 from worker.intake import Intake
+from worker.interpreter import Interpreter, OnlyThread
 from worker.leases import LeaseBook
 from worker.messages import StepOutput, WorkerGauges
 from worker.pages import PageBoard
@@ -81,6 +82,7 @@ class EngineParts:
     clock: Clock
     demand: PageDemand
     agreement: Agreement = field(default_factory=OnlyRank)
+    interpreter: Interpreter = field(default_factory=OnlyThread)
 
 
 class Engine:
@@ -174,6 +176,7 @@ class Engine:
         self._desk.counters.steps += 1
         slices = [part for _, part in batch]
         self._parts.manager.run_step(self._desk.counters.steps, slices)
+        self._parts.interpreter.share()
         results = self._parts.executor.execute(slices)
         for (sequence, part), result in zip(batch, results, strict=True):
             self._computed(sequence, part, result)
@@ -244,7 +247,7 @@ class Engine:
         now_ms = self._parts.clock.now_ms()
         if not now and self._gauges is not None and now_ms - self._gauges_at_ms < GAUGES_EVERY_MS:
             return
-        gauges = read_gauges(self._desk, self._stopped or self._doubt())
+        gauges = read_gauges(self._desk, self._parts.interpreter, self._stopped or self._doubt())
         self._gauges_at_ms = now_ms
         if gauges != self._gauges:
             self._gauges = gauges

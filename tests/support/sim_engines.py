@@ -25,6 +25,7 @@ from transfer.wire import pack_ints, unpack_ints
 from worker.demand import PageDemand
 from worker.engine import Engine, EngineLimits, EngineParts
 from worker.inbox import Command, FrontEndCommand, InboxItem
+from worker.interpreter import OnlyThread
 from worker.messages import (
     Generate,
     Leg,
@@ -99,6 +100,22 @@ class Choice:
     sources: list[str] = field(default_factory=list)
 
 
+class CountedShares(OnlyThread):
+    """Nobody to share with, and every time counts as a wait of no length."""
+
+    def __init__(self) -> None:
+        self._shares = 0
+
+    @override
+    def share(self) -> None:
+        self._shares += 1
+
+    @property
+    @override
+    def waits(self) -> tuple[int, ...]:
+        return (self._shares, *super().waits[1:])
+
+
 class SimWorker(Output):
     """One worker."""
 
@@ -141,6 +158,7 @@ class SimWorker(Output):
                 output=self,
                 clock=world.clock,
                 demand=demand,
+                interpreter=CountedShares(),
             ),
             EngineLimits(
                 max_sequence_tokens=min(
