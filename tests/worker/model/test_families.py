@@ -14,25 +14,31 @@ import pytest
 import torch
 import transformers
 
+from tests.support.devices import DEVICES, usable
 from tests.support.models import FAMILIES, OTHER_FAMILIES
 from tests.worker.model.harness import PagedModel
-from worker.model.errors import ModelLoadError
+from worker.model.backend import triton_backend
+from worker.model.errors import AttentionInputError, ModelLoadError
 from worker.model.families import KNOWN_FAMILIES, describe
 from worker.model.inspection import check_tokens_alone, inspect_family
 from worker.model.loader import load_model
 
 TinyModel = Callable[[str], Path]
+TOLERANCE = {"cpu": 2e-4, "cuda": 2e-3}
 
 
 def tokens(length: int, seed: int) -> list[int]:
     return [int(token) for token in np.random.default_rng(seed).integers(0, 256, length)]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
-def test_logits(tiny_model: TinyModel, reference: Callable[[Path], Any], family: str) -> None:
+def test_logits(
+    tiny_model: TinyModel, reference: Callable[[Path], Any], family: str, device: str
+) -> None:
     """A prompt, chunks over a cached prefix, single tokens, and batches of all of them."""
     path = tiny_model(family)
-    paged = PagedModel(path)
+    paged = PagedModel(path, device=usable(device))
     steps: list[dict[str, list[int]]] = [
         {"a": tokens(37, 1), "b": tokens(1, 2)},
         {"b": tokens(30, 3), "a": tokens(1, 4)},
@@ -51,7 +57,7 @@ def test_logits(tiny_model: TinyModel, reference: Callable[[Path], Any], family:
             for name, text in paged.tokens.items()
         }
     for name, length, row in found:
-        torch.testing.assert_close(row, whole[name][length - 1], atol=2e-4, rtol=0)
+        torch.testing.assert_close(row, whole[name][length - 1], atol=TOLERANCE[device], rtol=0)
 
 
 @pytest.mark.parametrize("family", sorted(KNOWN_FAMILIES))
@@ -66,6 +72,12 @@ def test_only_what_the_module_knows_is_added() -> None:
     facts = describe(config.to_dict())
     assert not facts.head_sinks
     assert inspect_family(config, facts).head_sinks
+
+
+def test_kernels_without_sinks_refuse_them(tiny_model: TinyModel) -> None:
+    paged = PagedModel(tiny_model("gpt_oss"), backend=triton_backend)
+    with pytest.raises(AttentionInputError, match="expected no sinks of heads"):
+        paged.feed(a=[1, 2, 3])
 
 
 SMALL: dict[str, Any] = {
