@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 import torch
@@ -99,11 +99,18 @@ class LayerPages:
 @dataclass(frozen=True)
 class Scoring:
     """How scores become weights: ``softmax(softcap * tanh(q k * scale / softcap))``; no softcap
-    leaves out the tanh.
+    leaves out the tanh. ``sinks`` ``[heads]`` are scores that take their share of a head's weights
+    and have no value.
     """
 
     scale: float
-    softcap: float | None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether fused kernels compute it."""
+        return self.softcap is None and self.sinks is None
 
 
 @dataclass(frozen=True)
@@ -129,6 +136,7 @@ class AttentionStep(Protocol):
         key_value: torch.Tensor,
         scale: float,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store the new rows of layer ``index`` and attend: see :func:`attend`."""
         ...
@@ -162,8 +170,9 @@ class StepContext(AttentionStep):
         key_value: torch.Tensor,
         scale: float,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return attend(self, index, query, key_value, scale, softcap)
+        return attend(self, index, query, key_value, scale, softcap, sinks)
 
     @override
     def target(self, index: int) -> Target:
@@ -175,7 +184,7 @@ class StepContext(AttentionStep):
     def attend_stored(
         self, index: int, query: torch.Tensor, key_value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        return attend_stored(self, index, query, key_value, Scoring(scale, None))
+        return attend_stored(self, index, query, key_value, Scoring(scale))
 
 
 def attend(
@@ -185,6 +194,7 @@ def attend(
     key_value: torch.Tensor,
     scale: float,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write the new rows of layer ``index`` and attend.
 
@@ -198,7 +208,7 @@ def attend(
     check_rows(layer, context.num_rows, query, key_value)
     stored = layer.numbers.stored(key_value)
     layer.write(context.groups[layer.group], stored)
-    return _attend(context, layer, query, stored, Scoring(scale, softcap))
+    return _attend(context, layer, query, stored, Scoring(scale, softcap, sinks))
 
 
 def attend_stored(
@@ -250,10 +260,12 @@ def paged_attention(  # noqa: PLR0913  # transformers fixes the signature
     paged: AttentionStep,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_unused: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function in transformers' sense: ``[1, heads, T, head_dim]`` in, ``[1, T, heads,
-    head_dim]`` out.
+    head_dim]`` out. ``s_aux`` are the heads' sinks. What else a family may ask for is looked for
+    when its model is loaded (:mod:`worker.model.inspection`).
 
     Raises:
         AttentionInputError: see :func:`attend`.
@@ -268,7 +280,7 @@ def paged_attention(  # noqa: PLR0913  # transformers fixes the signature
     index: int = module.layer_idx  # type: ignore[assignment]  # every attention module has one
     rows = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    found = paged.attend(index, query[0].transpose(0, 1), rows, scale, softcap)
+    found = paged.attend(index, query[0].transpose(0, 1), rows, scale, softcap, s_aux)
     return found.unsqueeze(0), None
 
 
@@ -310,8 +322,9 @@ def _decode(
         .unbind(0)
     )
     mask = None if bucket.mask is None else bucket.mask.expand(-1, -1, group, -1)
-    if scoring.softcap is not None:
-        return _attend_capped(queries, keys, values, mask, scoring)
+    if not scoring.plain:
+        sinks = None if scoring.sinks is None else scoring.sinks.view(kv_heads, group, 1)
+        return _attend_in_steps(queries, keys, values, mask, replace(scoring, sinks=sinks))
     if mask is None:
         return scaled_dot_product_attention(queries, keys, values, scale=scoring.scale)
     return _attend_masked(queries, keys, values, mask, scoring)
@@ -330,11 +343,12 @@ def _prefill(
     keys, values = (rows.unsqueeze(1).expand(-1, group, -1, -1) for rows in seen)
     by_head = queries.permute(1, 2, 0, 3)
     mask, causal = span.mask, span.mask is None
-    if scoring.softcap is not None:
+    if not scoring.plain:
         if causal:
             square = queries.new_full((len(queries), len(queries)), float("-inf"))
             mask = square.triu_(1)
-        found = _attend_capped(by_head, keys, values, mask, scoring)
+        sinks = None if scoring.sinks is None else scoring.sinks.view(-1, group, 1, 1)
+        found = _attend_in_steps(by_head, keys, values, mask, replace(scoring, sinks=sinks))
     elif mask is None:
         found = scaled_dot_product_attention(
             by_head, keys, values, is_causal=True, scale=scoring.scale
@@ -368,17 +382,22 @@ def _attend_masked(
     return found[..., :rows, :]
 
 
-def _attend_capped(
+def _attend_in_steps(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Attention with capped scores, which the fused kernels do not have. Needs a softcap."""
+    """Attention with what the fused kernels do not have. Sinks have the scores' axes."""
+    scores = query @ key.transpose(2, 3) * scoring.scale
     cap = scoring.softcap
-    assert cap is not None
-    scores = torch.tanh(query @ key.transpose(2, 3) * (scoring.scale / cap)) * cap
+    if cap is not None:
+        scores = torch.tanh(scores / cap) * cap
     if mask is not None:
         scores = scores + mask
-    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype) @ value
+    if scoring.sinks is None:
+        return torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype) @ value
+    sinks = scoring.sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    weights = torch.softmax(torch.cat((scores, sinks), -1), dim=-1, dtype=torch.float32)
+    return weights[..., :-1].to(value.dtype) @ value

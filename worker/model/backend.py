@@ -29,7 +29,7 @@ class PagedLayers:
     """The pages of a model's layers: ``specs`` by layer index, ``dtype`` the model's.
 
     ``scales``, float32 ``[layers, 2, num_kv_heads]`` on the storage's device, multiply what float8
-    pages hold; None where pages are in the model's type.
+    pages hold; None where pages are in the model's type. ``head_sinks``: whether heads have sinks.
     """
 
     plan: LayoutPlan
@@ -37,6 +37,7 @@ class PagedLayers:
     specs: tuple[KVCacheLayerSpec, ...]
     dtype: torch.dtype
     scales: torch.Tensor | None = None
+    head_sinks: bool = False
 
     def scales_of(self, index: int) -> torch.Tensor | None:
         """Of layer ``index``: ``[2, num_kv_heads]``."""
@@ -132,6 +133,6 @@ def triton_backend(layers: PagedLayers) -> AttentionBackend:
 def backend_of(layers: PagedLayers) -> AttentionBackend:
     """The faster one that the device and the model's heads allow."""
     fits = all(spec.head_dim <= WIDEST_HEAD for spec in layers.specs)
-    if layers.storage.device.type == "cuda" and fits:
+    if layers.storage.device.type == "cuda" and fits and not layers.head_sinks:
         return triton_backend(layers)
     return TorchBackend(layers)

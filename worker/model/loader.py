@@ -24,17 +24,12 @@ from worker.config import ElementType as ConfiguredType
 from worker.config import KVElementType
 from worker.model.attention import PAGED
 from worker.model.errors import ModelLoadError
-from worker.model.families import (
-    FAMILIES,
-    GGUF_ARCHITECTURES,
-    Configuration,
-    ModelFacts,
-    check_supported,
-    describe,
-)
+from worker.model.families import KNOWN_FAMILIES, ModelFacts, describe
 from worker.model.gguf_model import apply_rope_factors, configuration, state_dict
+from worker.model.inspection import check_tokens_alone, inspect_family
 from worker.model.kv_scales import KVScales, read_scales, scales_of
 from worker.model.kv_types import check_device, kv_element_type
+from worker.model.pageable import SERVED, Configuration
 from worker.model.quantisation import without_kv_scheme
 from worker.model.rank_sum import OnlyRank, RankSum
 from worker.model.rank_weights import rank_weights, stored_type
@@ -118,8 +113,6 @@ def load_model(
             that do not go together.
     """
     source = locate(path)
-    known = GGUF_ARCHITECTURES if source.gguf is not None else frozenset(FAMILIES)
-    check_supported(source.model_type, known)
     started = time.monotonic()
     progress(f"loading {source.path.name} ({source.weight_bytes / 1e6:.0f} MB)")
     target = _device(device)
@@ -128,6 +121,9 @@ def load_model(
             config = _configuration(source)
             whole = config.to_dict()
             whole_facts = describe(whole)
+            known = whole_facts.family in KNOWN_FAMILIES
+            if not known:
+                whole_facts = inspect_family(config, whole_facts)
             plan = ShardPlan(ranks.shard, whole_facts, config)
             chosen = _load_dtype(source, config, target, dtype)
             kv_element = kv_element_type(kv_dtype, _element_type(chosen))
@@ -137,6 +133,8 @@ def load_model(
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError) as error:
         raise ModelLoadError(f"{source.path}: transformers could not load it: {error}") from error
     module = module.to(target).eval().requires_grad_(requires_grad=False)
+    if not known:
+        check_tokens_alone(module, whole_facts)
     facts = plan.facts()
     progress(
         f"loaded {facts.family}: {sum(p.numel() for p in module.parameters()) / 1e6:.0f} M "
@@ -192,7 +190,13 @@ def _element_type(dtype: torch.dtype) -> ElementType:
 def _configuration(source: ModelSource) -> Any:
     if source.gguf is not None:
         return configuration(source.gguf, source.path)
-    return without_kv_scheme(transformers.AutoConfig.from_pretrained(**source.arguments()))
+    config = without_kv_scheme(transformers.AutoConfig.from_pretrained(**source.arguments()))
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelLoadError(
+            f"model family {source.model_type!r} is not supported: transformers has no causal "
+            f"language model of it; {SERVED}"
+        )
+    return config
 
 
 def _kv_scales(

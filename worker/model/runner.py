@@ -50,7 +50,14 @@ class ModelRunner:
         ``backend`` makes the attention backend, ``decoding`` what batches of single tokens go
         through where it accepts them; mixed batches must not rely on cleared pages then.
         """
-        layers = PagedLayers(plan, storage, loaded.specs, loaded.dtype, loaded.own_kv_scales)
+        layers = PagedLayers(
+            plan,
+            storage,
+            loaded.specs,
+            loaded.dtype,
+            scales=loaded.own_kv_scales,
+            head_sinks=loaded.facts.head_sinks,
+        )
         for spec in loaded.specs:
             layers.group_of(spec)
             pages, dtype = storage.kv(spec.layer_id), TORCH_TYPES[spec.dtype]

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from worker.model.attention import AttentionStep, LayerPages, Scratch, Target
 from worker.model.backend import AttentionBackend, PagedLayers
+from worker.model.errors import AttentionInputError
 from worker.model.gathered_prefill import GatheredPrefill, GatheringLayers, gathered_spans
 from worker.model.prefill_choice import MEASURED, PrefillRates
 from worker.model.step import SequenceSlice
@@ -41,7 +42,13 @@ class TritonStep(AttentionStep):
         key_value: torch.Tensor,
         scale: float,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if sinks is not None:
+            raise AttentionInputError(
+                "expected no sinks of heads, which the triton kernels do not have; take the torch "
+                "backend"
+            )
         layer = self.attention.layers[index]
         if softcap is not None:
             return self.attention.attend(self.metadata, index, query, key_value, scale, softcap)
