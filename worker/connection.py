@@ -44,6 +44,7 @@ class WorkerFacts:
     vocab_size: int
     peer: PeerAddress
     transport: str
+    dp_size: int = 1
 
 
 class FrontEndConnection:
@@ -113,6 +114,7 @@ class FrontEndConnection:
                 max_sequence_tokens=facts.max_sequence_tokens,
                 vocab_size=facts.vocab_size,
                 peer=facts.peer,
+                dp_size=facts.dp_size,
                 transport=facts.transport,
             )
         )

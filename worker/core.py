@@ -16,10 +16,17 @@ from kvcache_core.sizing import SizingDemand
 from kvcache_core.storage import TorchStorage
 from worker.config import WorkerConfig
 from worker.demand import PageDemand
+from worker.dp_executor import DpExecutor
+from worker.dp_group import GroupParts
+from worker.elsewhere import ElsewhereCopied
 from worker.engine import Engine, EngineLimits, EngineParts
-from worker.executor import ModelExecutor
+from worker.executor import ModelExecutor, RankExecutor
+from worker.group_leading import GroupTransfers
+from worker.kv_balance import KvBalance
 from worker.leading import LeaderTransfers
 from worker.messages import SamplingParams
+from worker.model.dp_ranks import DpRanks
+from worker.model.dp_runner import DpRunner
 from worker.model.loader import LoadedModel, load_model
 from worker.model.rank_sum import OnlyRank as WholeModel
 from worker.model.rank_sum import RankSum
@@ -50,7 +57,10 @@ class RankCore:
     plan: LayoutPlan
     storage: TorchStorage
     pages: UnifiedKVCacheManager
-    executor: ModelExecutor
+    slots: tuple[int, ...]
+    """Of each pool group, on every rank alike."""
+    host_slots: tuple[int, ...]
+    executor: RankExecutor
     demand: PageDemand
     max_sequence_tokens: int
 
@@ -99,8 +109,13 @@ def load_core(
         f"{plan.pool_bytes(slots) / 1e6:.0f} MB{in_host_memory}; "
         f"sequences of up to {longest} tokens"
     )
-    executor = ModelExecutor(ModelRunner(loaded, plan, storage), loaded.device)
-    return RankCore(loaded, plan, storage, pages, executor, demand, longest)
+    runner = ModelRunner(loaded, plan, storage)
+    executor: RankExecutor = ModelExecutor(runner, loaded.device)
+    if isinstance(ranks, DpRanks):
+        executor = DpExecutor(DpRunner(runner, ranks), loaded.device)
+    return RankCore(
+        loaded, plan, storage, pages, tuple(slots), tuple(host_slots), executor, demand, longest
+    )
 
 
 def warm_up(core: RankCore) -> None:
@@ -114,8 +129,8 @@ def warm_up(core: RankCore) -> None:
     draws = (Draw(SamplingParams(), 0, 0, nothing, nothing, ()),)
     for start, end in ((0, len(tokens) - 1), (len(tokens) - 1, len(tokens))):
         if cache.grow(end):
-            core.executor.execute(
-                [Slice(cache.name, tokens[start:end], start, cache.block_tables(), draws)]
+            core.executor.rehearse(
+                Slice(cache.name, tokens[start:end], start, cache.block_tables(), draws)
             )
             cache.advance(end)
     cache.close()
@@ -132,7 +147,10 @@ def make_engine(
     """The engine over this rank and those that follow it."""
     manager: CacheManager = RankManager(core.pages)
     agreement: Agreement = OnlyRank()
-    if followers:
+    others: tuple[GroupParts, ...] = ()
+    if config.attention_dp_size > 1:
+        others = tuple(_group_of(core, config, follower) for follower in followers)
+    elif followers:
         manager = leader = LeaderManager(core.pages, followers)
         transfers = agreement = LeaderTransfers(transfers, leader, 1 + len(followers))
     return Engine(
@@ -144,6 +162,7 @@ def make_engine(
             clock=clock,
             demand=core.demand,
             agreement=agreement,
+            others=others,
         ),
         EngineLimits(
             max_sequence_tokens=core.max_sequence_tokens,
@@ -158,8 +177,23 @@ def make_engine(
             demotion=None
             if config.ctx_demote_uncached_tokens is None
             else Demotion(config.ctx_demote_uncached_tokens, config.ctx_demote_max_iters),
+            planner=KvBalance() if config.dp_admission == "kv_balanced" else None,
         ),
     )
+
+
+def _group_of(core: RankCore, config: WorkerConfig, follower: Follower) -> GroupParts:
+    """The books of another rank's pages, which are as many as this one's, and its log."""
+    books = UnifiedKVCacheManager(
+        core.plan,
+        core.slots,
+        ElsewhereCopied(),
+        incarnation=str(config.incarnation),
+        host_slots=core.host_slots,
+    )
+    manager = LeaderManager(books, (follower,))
+    transfers = GroupTransfers(manager)
+    return GroupParts(manager, transfers, transfers)
 
 
 def limit_threads(config: WorkerConfig) -> None:

@@ -3,7 +3,8 @@
 transformers' plan is read as a table of names. A column-parallel matrix is cut by outputs, a
 row-parallel one by inputs; the sum of all ranks' row-parallel products is the whole product.
 Everything else is on every rank. Query heads stay with the kv heads they attend over; where ranks
-exceed the kv heads, neighbouring ranks hold the same one.
+exceed the kv heads, neighbouring ranks hold the same one. Under attention data parallelism every
+rank has all of attention, and the MLPs alone are cut.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from worker.model.families import Configuration, ModelFacts
 
 KV_PROJECTIONS: Final = frozenset({"k_proj", "v_proj"})
 LAYER_NUMBER: Final = re.compile(r"\.\d+\.")
+ATTENTION: Final = ".self_attn."
 
 
 class Cut(Enum):
@@ -32,14 +34,25 @@ class Cut(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rank ``rank`` of the ``size`` ranks that share every layer."""
+    """Rank ``rank`` of the ``size`` ranks that share every layer; of the layers' attention
+    ``size / dp_size`` of them share the heads.
+    """
 
     rank: int = 0
     size: int = 1
+    dp_size: int = 1
+    """1, or ``size``: then each rank is a dp group of its own."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
             raise ValueError(f"expected a rank below {self.size}, got {self.rank}")
+        if self.dp_size not in (1, self.size):
+            raise ValueError(f"dp_size: expected 1 or {self.size}, got {self.dp_size}")
+
+    @property
+    def attention(self) -> Shard:
+        """The part of the heads."""
+        return self if self.dp_size == 1 else Shard()
 
     def kv_heads(self, total: int) -> range:
         """The kv heads of this rank, of ``total``; one that others have too where ranks exceed
@@ -72,8 +85,8 @@ class ShardPlan:
         """The model as this rank holds it: its heads alone."""
         return replace(
             self._facts,
-            num_heads=self._facts.num_heads // self.shard.size,
-            num_kv_heads=len(self.shard.kv_heads(self._facts.num_kv_heads)),
+            num_heads=self._facts.num_heads // self.shard.attention.size,
+            num_kv_heads=len(self.shard.attention.kv_heads(self._facts.num_kv_heads)),
         )
 
     def configuration(self) -> Configuration:
@@ -88,6 +101,8 @@ class ShardPlan:
 
     def cut_of(self, name: str) -> Cut:
         """How the module or weight of this name (``model.layers.0.mlp.up_proj.weight``) is cut."""
+        if ATTENTION in name and self.shard.attention.size == 1:
+            return Cut.WHOLE
         module = name.removesuffix(".weight").removesuffix(".bias").removeprefix("model.")
         return self._cuts.get(LAYER_NUMBER.sub(".*.", module), Cut.WHOLE)
 
@@ -144,20 +159,20 @@ def _cuts(family: str, plan: Mapping[str, str] | None) -> dict[str, Cut]:
 
 def _check(shard: Shard, facts: ModelFacts, inner: int) -> None:
     """Raises ModelLoadError with everything that does not divide."""
-    size = shard.size
+    size, heads = shard.size, shard.attention.size
     wrong = [
         f"{name} {value}"
-        for name, value in (
-            ("num_attention_heads", facts.num_heads),
-            ("intermediate_size", inner),
+        for name, value, ranks in (
+            ("num_attention_heads", facts.num_heads, heads),
+            ("intermediate_size", inner, size),
         )
-        if value % size
+        if value % ranks
     ]
     kv_heads = facts.num_kv_heads
-    if kv_heads % size and size % kv_heads:
+    if kv_heads % heads and heads % kv_heads:
         wrong.append(f"num_key_value_heads {kv_heads} (neither a multiple nor a divisor)")
     if wrong:
         raise ModelLoadError(
             f"{facts.family} cannot be shared out among {size} ranks: {', '.join(wrong)}; choose "
-            "another tensor_parallel_size"
+            f"another {'tensor_parallel_size' if shard.dp_size == 1 else 'attention_dp_size'}"
         )
