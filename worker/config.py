@@ -61,8 +61,8 @@ class WorkerConfig(BaseModel):
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Ranks of the instance, on one host. Each has a part of every layer."""
     attention_dp_size: int = Field(default=1, ge=1)
-    """1: ranks share attention as well. Else all ranks: each has whole attention and requests of its
-    own, and only MLPs are shared. Then limits of steps are each rank's.
+    """1: ranks share attention as well. Else all ranks: each has whole attention and requests of
+    its own, and only MLPs are shared. Then limits of steps are each rank's.
     """
     dp_admission: DpAdmission = "in_order"
     """How requests are given to the ranks then."""
