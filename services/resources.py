@@ -31,6 +31,8 @@ GPU_ACTIVATION_BYTES: Final = 1 << 30
 """Kept free on a GPU for each instance beside its weights."""
 WHOLE_WEIGHTS_SHARE: Final = 0.15
 """Of a model's weights, at most, what each of several ranks has whole: embedding and head."""
+WHOLE_ATTENTION_SHARE: Final = 0.35
+"""The same of attention, where each rank has all of it."""
 MIN_KV_CACHE_BYTES: Final = 16 << 20
 GPU_PROBE_TIMEOUT_S: Final = 120.0
 
@@ -65,6 +67,7 @@ class InstancePlan:
     kv_cache_bytes: int
     """Of each rank."""
     tensor_parallel_size: int = 1
+    attention_dp_size: int = 1
 
 
 def plan_instances(
@@ -86,7 +89,10 @@ def plan_instances(
                 f"{len(machine.gpus)}; start fewer instances or give each fewer ranks"
             )
         if least_ranks > 1:
-            weights_bytes = int(weights_bytes * (1 / least_ranks + WHOLE_WEIGHTS_SHARE))
+            whole = WHOLE_WEIGHTS_SHARE
+            if any(config.dp_size_of(role) > 1 for role, _ in config.instances):
+                whole += WHOLE_ATTENTION_SHARE
+            weights_bytes = int(weights_bytes * min(1.0, 1 / least_ranks + whole))
         # Ray packs by fractions: rounding down keeps `per_gpu` instances on one GPU possible.
         gpu_fraction = int(1_000 / per_gpu) / 1_000
         smallest = min(gpu.free_bytes for gpu in machine.gpus)
@@ -112,6 +118,7 @@ def plan_instances(
             torch_threads=threads,
             kv_cache_bytes=kv_cache_bytes,
             tensor_parallel_size=config.ranks_of(role),
+            attention_dp_size=config.dp_size_of(role),
         )
         for role, name in config.instances
     )
@@ -162,7 +169,8 @@ def check_cache_holds_a_step(
     blocks = -(-config.max_batch_tokens // config.tokens_per_block)
     for plan in plans:
         is_wide = config.dtype == "float32" or (config.dtype == "auto" and plan.device == "cpu")
-        held = -(-kv_elements_per_token // plan.tensor_parallel_size)
+        sharers = plan.tensor_parallel_size // plan.attention_dp_size
+        held = -(-kv_elements_per_token // sharers)
         block_bytes = config.tokens_per_block * held * (4 if is_wide else 2)
         if plan.kv_cache_bytes < blocks * block_bytes:
             raise ConfigError(
@@ -198,6 +206,7 @@ def plan_remote_instances(config: ServeConfig) -> tuple[InstancePlan, ...]:
             torch_threads=config.torch_threads,
             kv_cache_bytes=config.kv_cache_bytes,
             tensor_parallel_size=config.ranks_of(role),
+            attention_dp_size=config.dp_size_of(role),
         )
         for role, name in config.instances
     )

@@ -130,6 +130,8 @@ def worker_config(
         ctx_demote_max_iters=config.ctx_demote_max_iters,
         torch_threads=plan.torch_threads,
         tensor_parallel_size=plan.tensor_parallel_size,
+        attention_dp_size=plan.attention_dp_size,
+        dp_admission=config.dp_admission,
         transfer_timeout_ms=config.transfer_timeout_ms,
         require_transport=config.require_transport,
     )
