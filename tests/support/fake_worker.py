@@ -18,10 +18,11 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from tests.support.fake_ranks import FakeRanks
 from tests.support.fake_tokens import FAKE_VOCAB_SIZE, fake_token
 from tests.support.gauges import IDLE_GAUGES
 from transfer.auth import AuthenticationError, check_proof, mint_nonce, proof
-from transfer.identity import Incarnation, PeerAddress, RankPort
+from transfer.identity import Incarnation, PeerAddress
 from transfer.wire import FrameError, pack_ints, unpack_ints
 from worker.config import WorkerAddress
 from worker.messages import (
@@ -34,7 +35,6 @@ from worker.messages import (
     Hello,
     Leg,
     LegEnded,
-    LegPlaced,
     LegStarted,
     Ping,
     Pong,
@@ -82,10 +82,7 @@ class FakeScript:
     decode_gate: asyncio.Event | None = None
     """When set, output index 1 and after wait for it."""
     ready: bool = True
-    dp_size: int = 1
-    """Ranks that it says to have requests of their own; context legs live on the last of them."""
-    placing_gate: asyncio.Event | None = None
-    """When set, context legs are placed once it is."""
+    ranks: FakeRanks = field(default_factory=FakeRanks)
     warms: bool = True
     """Whether pairs that it is told to warm get connected."""
 
@@ -249,16 +246,8 @@ class FakeWorker:
             tokens_per_block=self._tokens_per_block,
             max_sequence_tokens=self._max_sequence_tokens,
             vocab_size=self._vocab_size,
-            peer=PeerAddress(
-                incarnation=self.incarnation,
-                host="127.0.0.1",
-                control_port=1,
-                followers=tuple(
-                    RankPort(host="127.0.0.1", control_port=1 + rank)
-                    for rank in range(1, self.script.dp_size)
-                ),
-            ),
-            dp_size=self.script.dp_size,
+            peer=self.script.ranks.peer(self.incarnation),
+            dp_size=self.script.ranks.size,
             transport="fake",
         )
         WORKER_CODEC.write(writer, (welcome,))
@@ -407,11 +396,8 @@ class FakeWorker:
         return run, finish
 
     async def _context_leg(self, connection: _Connection, message: Prefill) -> None:
-        if self.script.placing_gate is not None:
-            await self.script.placing_gate.wait()
-        if self.script.dp_size > 1:
-            placed = LegPlaced(request_id=message.request_id, rank=self.script.dp_size - 1)
-            self._send(connection, StepOutput(placed=(placed,)))
+        if placed := await self.script.ranks.place(message.request_id):
+            self._send(connection, StepOutput(placed=placed))
         cached = self._started(connection, message, "context")
         await asyncio.sleep(self.script.prefill_s)
         computed = len(message.tokens) // 4 - cached

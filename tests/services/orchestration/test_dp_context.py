@@ -18,9 +18,9 @@ async def dp_pair() -> AsyncIterator[tuple[Rig, asyncio.Event]]:
     is open.
     """
     workers = pair()
-    workers[0].script.dp_size = 3
+    workers[0].script.ranks.size = 3
     async with rig(workers) as cluster:
-        gate = workers[0].script.placing_gate = asyncio.Event()
+        gate = workers[0].script.ranks.gate = asyncio.Event()
         yield cluster, gate
 
 
