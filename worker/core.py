@@ -22,6 +22,7 @@ from worker.elsewhere import ElsewhereCopied
 from worker.engine import Engine, EngineLimits, EngineParts
 from worker.executor import ModelExecutor, RankExecutor
 from worker.group_leading import GroupTransfers
+from worker.interpreter import SharedInterpreter
 from worker.kv_balance import KvBalance
 from worker.leading import LeaderTransfers
 from worker.messages import SamplingParams
@@ -163,6 +164,7 @@ def make_engine(
             demand=core.demand,
             agreement=agreement,
             others=others,
+            interpreter=SharedInterpreter(),
         ),
         EngineLimits(
             max_sequence_tokens=core.max_sequence_tokens,

@@ -28,6 +28,7 @@ from worker.inbox import (
     RankReported,
     Shutdown,
 )
+from worker.interpreter import Interpreter, OnlyThread
 from worker.messages import StepOutput, WorkerGauges
 from worker.outbox import Outbox
 from worker.placing import Placing
@@ -83,6 +84,7 @@ class EngineParts:
     agreement: Agreement = field(default_factory=OnlyRank)
     others: tuple[GroupParts, ...] = ()
     """The dp groups behind the leader's own, by rank."""
+    interpreter: Interpreter = field(default_factory=OnlyThread)
 
 
 class Engine:
@@ -181,6 +183,7 @@ class Engine:
         for group, own in zip(self._groups, batches, strict=True):
             own_slices = [part for _, part in own]
             group.desk.manager.run_step(self._counters.steps, own_slices, rows)
+        self._parts.interpreter.share()
         results = self._parts.executor.execute(slices)
         for (sequence, part), result in zip(batch, results, strict=True):
             self._computed(self._groups[part.dp_rank], sequence, part, result)
@@ -265,7 +268,8 @@ class Engine:
         if not now and self._gauges is not None and now_ms - self._gauges_at_ms < GAUGES_EVERY_MS:
             return
         desks = [group.desk for group in self._groups]
-        gauges = read_gauges(desks, self._placing.waiting, self._stopped or self._doubt())
+        trouble = self._stopped or self._doubt()
+        gauges = read_gauges(desks, self._placing.waiting, self._parts.interpreter, trouble)
         self._gauges_at_ms = now_ms
         if gauges != self._gauges:
             self._gauges = gauges

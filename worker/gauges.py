@@ -9,6 +9,7 @@ from typing import Final
 from transfer.agent_figures import PairState
 from transfer.agent_pair import Side
 from worker.desk import Desk
+from worker.interpreter import Interpreter
 from worker.messages import TransferPair, WorkerGauges
 from worker.requests import LegState, SequenceState
 
@@ -25,7 +26,9 @@ _WAITING: Final = frozenset(
 )
 
 
-def read_gauges(desks: Values[Desk], unplaced: int, trouble: str) -> WorkerGauges:
+def read_gauges(
+    desks: Values[Desk], unplaced: int, interpreter: Interpreter, trouble: str
+) -> WorkerGauges:
     """The state of the worker now, all its dp groups together. ``unplaced`` requests are in none;
     ``trouble`` is empty while it is ready.
 
@@ -70,6 +73,8 @@ def read_gauges(desks: Values[Desk], unplaced: int, trouble: str) -> WorkerGauge
         transfer_busy_bytes_total=figures.busy_bytes,
         staged_bytes_total=figures.staged_bytes,
         staging_bytes=figures.staging_bytes,
+        interpreter_waits=interpreter.waits,
+        interpreter_waited_us=interpreter.waited_us,
     )
 
 

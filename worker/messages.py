@@ -15,6 +15,7 @@ from pydantic import Field
 
 from transfer.identity import Incarnation, PeerAddress
 from transfer.wire import Codec, Message
+from worker.interpreter import WAIT_CLASSES
 
 WorkerRole = Literal["context", "generation", "aggregated"]
 Leg = Literal["context", "generation"]
@@ -322,6 +323,12 @@ class WorkerGauges(Message):
     """Page bytes that a gather or a scatter copied."""
     staging_bytes: int
     """Memory of the staging buffers, which no quota counts."""
+    interpreter_waits: Annotated[
+        tuple[int, ...], Field(min_length=WAIT_CLASSES, max_length=WAIT_CLASSES)
+    ]
+    """Waits of the engine thread for the interpreter, one a step, in the classes of
+    :data:`worker.interpreter.WAIT_BOUNDS_US` and one above all; grow as totals do."""
+    interpreter_waited_us: int
 
 
 class StepOutput(Message):

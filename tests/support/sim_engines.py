@@ -28,6 +28,7 @@ from worker.admission_planner import AdmissionPlanner
 from worker.demand import PageDemand
 from worker.engine import Engine, EngineLimits, EngineParts
 from worker.inbox import Command, FrontEndCommand, InboxItem, RankReported
+from worker.interpreter import OnlyThread
 from worker.messages import (
     Generate,
     Leg,
@@ -105,6 +106,22 @@ class Choice:
     sources: list[str] = field(default_factory=list)
 
 
+class CountedShares(OnlyThread):
+    """Nobody to share with, and every time counts as a wait of no length."""
+
+    def __init__(self) -> None:
+        self._shares = 0
+
+    @override
+    def share(self) -> None:
+        self._shares += 1
+
+    @property
+    @override
+    def waits(self) -> tuple[int, ...]:
+        return (self._shares, *super().waits[1:])
+
+
 class SimWorker(Output):
     """One worker."""
 
@@ -161,6 +178,7 @@ class SimWorker(Output):
                 clock=world.clock,
                 demand=demand,
                 others=tuple(rank.parts for rank in self.ranks),
+                interpreter=CountedShares(),
             ),
             EngineLimits(
                 max_sequence_tokens=min(
