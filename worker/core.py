@@ -131,7 +131,7 @@ def warm_up(core: RankCore) -> None:
     for start, end in ((0, len(tokens) - 1), (len(tokens) - 1, len(tokens))):
         if cache.grow(end):
             core.executor.rehearse(
-                Slice(cache.name, tokens[start:end], start, cache.block_tables(), draws)
+                [Slice(cache.name, tokens[start:end], start, cache.block_tables(), draws)]
             )
             cache.advance(end)
     cache.close()

@@ -34,12 +34,15 @@ class DpExecutor(RankExecutor):
         wait_for(self._device)
 
     @override
-    def rehearse(self, part: Slice) -> None:
-        slices = [part._replace(dp_rank=rank) for rank in range(self._runner.size)]
+    def rehearse(self, slices: Sequence[Slice]) -> None:
+        of_all = [
+            part._replace(dp_rank=rank) for rank in range(self._runner.size) for part in slices
+        ]
         if self._runner.rank == 0:
-            self.execute(slices)
+            self.execute(of_all)
         else:
-            self.compute([part], [bool(part.draws)], step_rows(slices, self._runner.size))
+            rows = step_rows(of_all, self._runner.size)
+            self.compute(slices, [bool(part.draws) for part in slices], rows)
 
     def _forward(
         self, slices: Sequence[Slice], drawing: Sequence[bool], rows: StepRows

@@ -21,7 +21,7 @@ from worker.sampling import Sampled, SampleRow, SamplingFailed, sample
 class RankExecutor(Executor, Partner, Protocol):
     """What a rank computes steps with, whether it leads or follows."""
 
-    def rehearse(self, part: Slice) -> None:
+    def rehearse(self, slices: Sequence[Slice]) -> None:
         """Compute the same on all ranks at once, each in pages of its own."""
 
 
@@ -43,8 +43,8 @@ class ModelExecutor(RankExecutor):
         wait_for(self._device)
 
     @override
-    def rehearse(self, part: Slice) -> None:
-        self.execute([part])
+    def rehearse(self, slices: Sequence[Slice]) -> None:
+        self.execute(slices)
 
 
 def to_compute(slices: Sequence[Slice], drawing: Sequence[bool]) -> list[SequenceSlice]:

@@ -26,8 +26,8 @@ from tests.support.sim_engines import (
 from worker.kv_balance import KvBalance
 from worker.messages import Cancel, PrefixSource, Stop
 
-SEEDS = 56
-BLOCK_OF_SEEDS = 28
+SEEDS = 40
+BLOCK_OF_SEEDS = 20
 REQUESTS = 20
 MUST_HAPPEN = {
     *("cached tokens", "preemptions", "pulls succeeded", "pulls declined", "pulls failed"),
