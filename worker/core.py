@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.manager import UnifiedKVCacheManager
+from kvcache_core.ports import PageCopier
 from kvcache_core.sizing import SizingDemand
 from kvcache_core.storage import TorchStorage
 from worker.config import WorkerConfig
@@ -58,9 +59,8 @@ class RankCore:
     plan: LayoutPlan
     storage: TorchStorage
     pages: UnifiedKVCacheManager
-    slots: tuple[int, ...]
-    """Of each pool group, on every rank alike."""
-    host_slots: tuple[int, ...]
+    pages_over: Callable[[PageCopier], UnifiedKVCacheManager]
+    """Makes a manager like this rank's: that of any other rank, as all have the same slots."""
     executor: RankExecutor
     demand: PageDemand
     max_sequence_tokens: int
@@ -95,9 +95,13 @@ def load_core(
     slots = plan.slots_for(config.kv_cache_bytes, sizing)
     host_slots = plan.host_slots_for(config.host_cache_bytes, slots)
     storage = TorchStorage(plan, slots, loaded.device, host_slots=host_slots)
-    pages = UnifiedKVCacheManager(
-        plan, slots, storage, incarnation=str(config.incarnation), host_slots=host_slots
-    )
+
+    def pages_over(copier: PageCopier) -> UnifiedKVCacheManager:
+        return UnifiedKVCacheManager(
+            plan, slots, copier, incarnation=str(config.incarnation), host_slots=host_slots
+        )
+
+    pages = pages_over(storage)
     demand = PageDemand(plan, max_chunk_tokens=config.max_batch_tokens)
     longest = min(limit, demand.longest(RankManager(pages).total_slots()))
     if longest < 2:
@@ -110,13 +114,15 @@ def load_core(
         f"{plan.pool_bytes(slots) / 1e6:.0f} MB{in_host_memory}; "
         f"sequences of up to {longest} tokens"
     )
-    runner = ModelRunner(loaded, plan, storage)
-    executor: RankExecutor = ModelExecutor(runner, loaded.device)
-    if isinstance(ranks, DpRanks):
-        executor = DpExecutor(DpRunner(runner, ranks), loaded.device)
-    return RankCore(
-        loaded, plan, storage, pages, tuple(slots), tuple(host_slots), executor, demand, longest
-    )
+    executor = executor_of(ModelRunner(loaded, plan, storage), loaded)
+    return RankCore(loaded, plan, storage, pages, pages_over, executor, demand, longest)
+
+
+def executor_of(runner: ModelRunner, loaded: LoadedModel) -> RankExecutor:
+    """What this rank computes steps with."""
+    if isinstance(loaded.ranks, DpRanks):
+        return DpExecutor(DpRunner(runner, loaded.ranks), loaded.device)
+    return ModelExecutor(runner, loaded.device)
 
 
 def warm_up(core: RankCore) -> None:
@@ -150,7 +156,7 @@ def make_engine(
     agreement: Agreement = OnlyRank()
     others: tuple[GroupParts, ...] = ()
     if config.attention_dp_size > 1:
-        others = tuple(_group_of(core, config, follower) for follower in followers)
+        others = tuple(_group_of(core, follower) for follower in followers)
     elif followers:
         manager = leader = LeaderManager(core.pages, followers)
         transfers = agreement = LeaderTransfers(transfers, leader, 1 + len(followers))
@@ -184,16 +190,9 @@ def make_engine(
     )
 
 
-def _group_of(core: RankCore, config: WorkerConfig, follower: Follower) -> GroupParts:
+def _group_of(core: RankCore, follower: Follower) -> GroupParts:
     """The books of another rank's pages, which are as many as this one's, and its log."""
-    books = UnifiedKVCacheManager(
-        core.plan,
-        core.slots,
-        ElsewhereCopied(),
-        incarnation=str(config.incarnation),
-        host_slots=core.host_slots,
-    )
-    manager = LeaderManager(books, (follower,))
+    manager = LeaderManager(core.pages_over(ElsewhereCopied()), (follower,))
     transfers = GroupTransfers(manager)
     return GroupParts(manager, transfers, transfers)
 
