@@ -147,6 +147,14 @@ CacheOption = Annotated[
         rich_help_panel=CAPACITY,
     ),
 ]
+FractionOption = Annotated[
+    float | None,
+    typer.Option(
+        help="KV cache of an instance on a GPU, as a share of what is free beside weights, a step "
+        "and transfers (default: 0.9).",
+        rich_help_panel=CAPACITY,
+    ),
+]
 HostCacheOption = Annotated[
     str | None,
     typer.Option(
@@ -181,6 +189,15 @@ DemotionOption = Annotated[
 DemotionStepsOption = Annotated[
     int | None,
     typer.Option(help="Steps for which they do (default: 8).", rich_help_panel=CAPACITY),
+]
+HooksOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODULE:ATTRIBUTE",
+        help="What the model declares about its run: a RuntimeHooks that workers can import "
+        "(default: nothing).",
+        rich_help_panel=CAPACITY,
+    ),
 ]
 TransportOption = Annotated[
     str | None,
@@ -254,6 +271,7 @@ def serve(  # noqa: PLR0913  one parameter an option is how typer works
     dtype: DtypeOption = None,
     torch_threads: ThreadsOption = None,
     kv_cache_bytes: CacheOption = None,
+    kv_cache_fraction: FractionOption = None,
     host_cache_bytes: HostCacheOption = None,
     tokens_per_block: BlockOption = None,
     max_sequence_tokens: SequenceOption = None,
@@ -261,6 +279,7 @@ def serve(  # noqa: PLR0913  one parameter an option is how typer works
     max_running: RunningOption = None,
     ctx_demote_uncached_tokens: DemotionOption = None,
     ctx_demote_max_iters: DemotionStepsOption = None,
+    runtime_hooks: HooksOption = None,
     require_transport: TransportOption = None,
     load_rule: LoadRuleOption = None,
     new_conversation_follow: FollowOption = None,

@@ -26,7 +26,8 @@ from worker.messages import WorkerRole
 CPU_MEMORY_SHARE: Final = 0.25
 """Of the available memory: the rest is for weights, activations and everything else that runs
 here."""
-GPU_MEMORY_SHARE: Final = 0.9
+GPU_CACHE_FRACTION: Final = 0.9
+"""Of a GPU's memory that is left beside weights, a step and transfers."""
 GPU_ACTIVATION_BYTES: Final = 1 << 30
 """Kept free on a GPU for each instance beside its weights."""
 WHOLE_WEIGHTS_SHARE: Final = 0.15
@@ -64,10 +65,12 @@ class InstancePlan:
     """``cpu`` or ``cuda``; which GPU is decided by Ray through CUDA_VISIBLE_DEVICES."""
     gpu_fraction: float
     torch_threads: int
-    kv_cache_bytes: int
-    """Of each rank."""
+    kv_cache_bytes: int | None
+    """Of each rank. None: it measures what its GPU has for it."""
     tensor_parallel_size: int = 1
     attention_dp_size: int = 1
+    staging_pairs: int = 0
+    """Other ranks that pages may travel to or from."""
 
 
 def plan_instances(
@@ -81,6 +84,7 @@ def plan_instances(
     device = _device(config, machine)
     threads = config.torch_threads or max(1, machine.cores // count)
     gpu_fraction = 0.0
+    is_measured = False
     if device == "cuda":
         per_gpu = -(-count // len(machine.gpus))
         if largest > 1 and per_gpu > 1:
@@ -96,9 +100,12 @@ def plan_instances(
         # Ray packs by fractions: rounding down keeps `per_gpu` instances on one GPU possible.
         gpu_fraction = int(1_000 / per_gpu) / 1_000
         smallest = min(gpu.free_bytes for gpu in machine.gpus)
-        share = int(smallest * GPU_MEMORY_SHARE) // per_gpu - weights_bytes - GPU_ACTIVATION_BYTES
+        share = smallest // per_gpu - weights_bytes - GPU_ACTIVATION_BYTES
         # Any instance may move pages to or from any other.
         share -= device_staging_bytes(smallest, count - 1)
+        share = int(share * kv_cache_fraction(config))
+        # Of several that load at once on one GPU none could tell what is free.
+        is_measured = per_gpu == 1 and config.kv_cache_bytes is None
     else:
         share = int(machine.available_bytes * CPU_MEMORY_SHARE) // count - config.host_cache_bytes
     if config.kv_cache_bytes is None and share < MIN_KV_CACHE_BYTES:
@@ -116,12 +123,19 @@ def plan_instances(
             device=device,
             gpu_fraction=gpu_fraction,
             torch_threads=threads,
-            kv_cache_bytes=kv_cache_bytes,
+            kv_cache_bytes=None if is_measured else kv_cache_bytes,
             tensor_parallel_size=config.ranks_of(role),
             attention_dp_size=config.dp_size_of(role),
+            staging_pairs=count - 1,
         )
         for role, name in config.instances
     )
+
+
+def kv_cache_fraction(config: ServeConfig) -> float:
+    """The configured share, else the default."""
+    given = config.kv_cache_fraction
+    return GPU_CACHE_FRACTION if given is None else given
 
 
 def _ranks(config: ServeConfig) -> int:
@@ -168,6 +182,8 @@ def check_cache_holds_a_step(
         return
     blocks = -(-config.max_batch_tokens // config.tokens_per_block)
     for plan in plans:
+        if plan.kv_cache_bytes is None:
+            continue  # the worker says it, with what it has measured
         is_wide = config.dtype == "float32" or (config.dtype == "auto" and plan.device == "cpu")
         sharers = plan.tensor_parallel_size // plan.attention_dp_size
         held = -(-kv_elements_per_token // sharers)
@@ -187,12 +203,12 @@ def plan_remote_instances(config: ServeConfig) -> tuple[InstancePlan, ...]:
         key
         for key, known in (
             ("device", config.device != "auto"),
-            ("kv_cache_bytes", config.kv_cache_bytes is not None),
+            ("kv_cache_bytes", config.kv_cache_bytes is not None or config.device == "cuda"),
             ("torch_threads", config.torch_threads is not None),
         )
         if not known
     ]
-    if missing or config.kv_cache_bytes is None or config.torch_threads is None:
+    if missing or config.torch_threads is None:
         raise ConfigError(
             f"with ray_address, expected a value for {', '.join(missing)}: "
             "what the machines of the cluster have can't be seen from here"
@@ -207,6 +223,7 @@ def plan_remote_instances(config: ServeConfig) -> tuple[InstancePlan, ...]:
             kv_cache_bytes=config.kv_cache_bytes,
             tensor_parallel_size=config.ranks_of(role),
             attention_dp_size=config.dp_size_of(role),
+            staging_pairs=_ranks(config) - 1,
         )
         for role, name in config.instances
     )

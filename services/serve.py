@@ -34,6 +34,7 @@ from services.resources import (
     InstancePlan,
     check_cache_holds_a_step,
     estimate_weights_bytes,
+    kv_cache_fraction,
     plan_instances,
     plan_remote_instances,
     probe_gpus,
@@ -122,12 +123,15 @@ def worker_config(
         cluster_token=config.cluster_token.get_secret_value(),
         tokens_per_block=config.tokens_per_block,
         kv_cache_bytes=plan.kv_cache_bytes,
+        kv_cache_fraction=kv_cache_fraction(config),
+        staging_pairs=plan.staging_pairs,
         host_cache_bytes=config.host_cache_bytes,
         max_sequence_tokens=config.max_sequence_tokens,
         max_batch_tokens=config.max_batch_tokens,
         max_running=config.max_running,
         ctx_demote_uncached_tokens=config.ctx_demote_uncached_tokens,
         ctx_demote_max_iters=config.ctx_demote_max_iters,
+        runtime_hooks=config.runtime_hooks,
         torch_threads=plan.torch_threads,
         tensor_parallel_size=plan.tensor_parallel_size,
         attention_dp_size=plan.attention_dp_size,
@@ -282,7 +286,8 @@ class _Launch:
     ) -> None:
         port: int = self._listener.getsockname()[1]
         for plan in self._plans:
-            memory = format_bytes(plan.kv_cache_bytes)
+            known = plan.kv_cache_bytes
+            memory = "to be measured" if known is None else format_bytes(known)
             self._terminal.update(plan.name, f"waiting ({plan.device}, KV cache {memory})")
         await front_end.listening()
         self._terminal.done("front end", f"listening on {self._config.host}:{port}")

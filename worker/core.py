@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,21 +16,25 @@ from kvcache_core.manager import UnifiedKVCacheManager
 from kvcache_core.ports import PageCopier
 from kvcache_core.sizing import SizingDemand
 from kvcache_core.storage import TorchStorage
+from worker.admission_planner import AdmissionPlanner
+from worker.cache_size import Candidate, limit_torch, size_cache
 from worker.config import WorkerConfig
 from worker.demand import PageDemand
+from worker.device_memory import DeviceMemory, device_memory
 from worker.dp_executor import DpExecutor
 from worker.dp_group import GroupParts
 from worker.elsewhere import ElsewhereCopied
 from worker.engine import Engine, EngineLimits, EngineParts
 from worker.executor import ModelExecutor, RankExecutor
 from worker.group_leading import GroupTransfers
+from worker.hook_declarations import declared_hooks
 from worker.interpreter import SharedInterpreter
-from worker.kv_balance import KvBalance
 from worker.leading import LeaderTransfers
 from worker.messages import SamplingParams
 from worker.model.dp_ranks import DpRanks
 from worker.model.dp_runner import DpRunner
 from worker.model.loader import LoadedModel, load_model
+from worker.model.networks import network_of
 from worker.model.rank_sum import OnlyRank as WholeModel
 from worker.model.rank_sum import RankSum
 from worker.model.runner import ModelRunner
@@ -38,7 +43,10 @@ from worker.prefixes import PullLimits
 from worker.rank_meeting import RankMeeting
 from worker.ranks import RankManager
 from worker.recording import Follower, LeaderManager
+from worker.runtime_hooks import RuntimeHooks, manager_class, planner_of, refuse_idle
 from worker.scheduler import Demotion
+
+logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 16
 
@@ -56,6 +64,8 @@ class RankCore:
     """What is there once the model is loaded, before anybody can connect."""
 
     loaded: LoadedModel
+    hooks: RuntimeHooks
+    planner: AdmissionPlanner | None
     plan: LayoutPlan
     storage: TorchStorage
     pages: UnifiedKVCacheManager
@@ -67,11 +77,17 @@ class RankCore:
 
 
 def load_core(
-    config: WorkerConfig, meeting: RankMeeting | None, progress: Callable[[str], None]
+    config: WorkerConfig,
+    meeting: RankMeeting | None,
+    progress: Callable[[str], None],
+    memory_of: Callable[[torch.device], DeviceMemory | None] = device_memory,
 ) -> RankCore:
     """Load the model, or this rank's part of it where there is somebody to meet, and allocate its
-    pages. Raises ModelLoadError, or ValueError for pages that do not fit.
+    pages, as many as ``memory_of`` its device says there is room for unless their bytes are
+    configured. Raises ModelLoadError, or ValueError for pages that do not fit and for runtime hooks
+    that cannot be used.
     """
+    declarations = declared_hooks(config.runtime_hooks)
     ranks: RankSum = WholeModel()
     if meeting is not None:
         progress("meeting the other ranks")
@@ -92,30 +108,59 @@ def load_core(
     sizing = SizingDemand(
         chunk_tokens=config.max_batch_tokens, typical_sequence_tokens=min(limit, 2048)
     )
-    slots = plan.slots_for(config.kv_cache_bytes, sizing)
+    hooks = declarations.of(loaded.facts.family)
+    if config.runtime_hooks is not None:
+        logger.info("runtime hooks of %s: %s", loaded.facts.family, hooks.declared)
+    refuse_idle(hooks, plan)
+    planner = planner_of(hooks, config)
+    cache = manager_class(hooks, UnifiedKVCacheManager)
+    network = network_of(loaded)
+
+    def executor_over(storage: TorchStorage) -> RankExecutor:
+        return executor_of(ModelRunner(loaded, plan, storage, network), loaded)
+
+    memory = memory_of(loaded.device)
+    candidate = Candidate(
+        plan=plan,
+        manager=cache,
+        demand=sizing,
+        ranks=ranks,
+        device=loaded.device,
+        max_sequence_tokens=limit,
+        executor_over=executor_over,
+    )
+    size = size_cache(config, candidate, memory, progress)
+    slots = cache.slots_for(plan, size.quota_bytes, sizing)
     host_slots = plan.host_slots_for(config.host_cache_bytes, slots)
     storage = TorchStorage(plan, slots, loaded.device, host_slots=host_slots)
 
     def pages_over(copier: PageCopier) -> UnifiedKVCacheManager:
-        return UnifiedKVCacheManager(
-            plan, slots, copier, incarnation=str(config.incarnation), host_slots=host_slots
+        return cache(
+            plan,
+            slots,
+            copier,
+            incarnation=str(config.incarnation),
+            host_slots=host_slots,
+            low_priority_snapshot_prompt_len=hooks.hybrid_cache.low_priority_snapshot_prompt_len,
         )
 
     pages = pages_over(storage)
     demand = PageDemand(plan, max_chunk_tokens=config.max_batch_tokens)
     longest = min(limit, demand.longest(RankManager(pages).total_slots()))
     if longest < 2:
-        raise ValueError(
-            f"{config.kv_cache_bytes} bytes of KV cache hold {longest} tokens; give more"
-        )
+        raise ValueError(f"{size.quota_bytes} bytes of KV cache hold {longest} tokens; give more")
     in_host_memory = f", {min(host_slots)} more in host memory" if any(host_slots) else ""
     progress(
         f"KV cache: {min(slots)} blocks of {plan.tokens_per_block} tokens, "
         f"{plan.pool_bytes(slots) / 1e6:.0f} MB{in_host_memory}; "
         f"sequences of up to {longest} tokens"
     )
-    executor = executor_of(ModelRunner(loaded, plan, storage), loaded)
-    return RankCore(loaded, plan, storage, pages, pages_over, executor, demand, longest)
+    if memory is not None:
+        limit_torch(memory, size.needs, hooks.torch_mem_safety_margin)
+    executor = executor_over(storage)
+    return RankCore(
+        loaded, hooks, planner, plan, storage, pages, pages_over, executor, demand, longest
+    )
 
 
 def executor_of(runner: ModelRunner, loaded: LoadedModel) -> RankExecutor:
@@ -182,10 +227,8 @@ def make_engine(
             pulls=PullLimits(
                 least_tokens=config.least_pull_tokens, timeout_ms=config.pull_timeout_ms
             ),
-            demotion=None
-            if config.ctx_demote_uncached_tokens is None
-            else Demotion(config.ctx_demote_uncached_tokens, config.ctx_demote_max_iters),
-            planner=KvBalance() if config.dp_admission == "kv_balanced" else None,
+            demotion=demotion_of(config, core.hooks),
+            planner=core.planner,
         ),
     )
 
@@ -195,6 +238,14 @@ def _group_of(core: RankCore, follower: Follower) -> GroupParts:
     manager = LeaderManager(core.pages_over(ElsewhereCopied()), (follower,))
     transfers = GroupTransfers(manager)
     return GroupParts(manager, transfers, transfers)
+
+
+def demotion_of(config: WorkerConfig, hooks: RuntimeHooks) -> Demotion | None:
+    """The configured demotion; without a threshold, the one that the model may declare."""
+    threshold = config.ctx_demote_uncached_tokens
+    if threshold is None and hooks.exact_context_demotion:
+        threshold = config.max_batch_tokens
+    return None if threshold is None else Demotion(threshold, config.ctx_demote_max_iters)
 
 
 def limit_threads(config: WorkerConfig) -> None:

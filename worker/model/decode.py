@@ -4,7 +4,8 @@ A batch of single tokens is padded to its bucket. Everything that changes from s
 int32 vector, uploaded with one copy: tokens, and the metadata that attention and placing read.
 Padding sequences have length 0 and their keys and values go nowhere.
 
-The caller must have the logits of a step, or have waited for the device, before the next step.
+A step may be queued while earlier ones are: each has its own values. Logits of a bucket are
+overwritten by its next step, in the order of the device.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from kvcache_core.arithmetic import ceil_div
+from kvcache_core.storage.upload import CopyQueue, VectorUpload
 from worker.model.attention import AttentionStep
 from worker.model.capture import Body, Capture
 from worker.model.networks import Network
@@ -55,11 +57,9 @@ class Decoding:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Memory of one batch size. ``host`` is pinned where the device is CUDA."""
+    """Memory of one batch size."""
 
-    shape: MetadataShape
-    host: torch.Tensor
-    vector: torch.Tensor
+    inputs: VectorUpload
     launch: Body
 
 
@@ -71,10 +71,13 @@ class DecodeRunner:
         geometries: tuple[GroupGeometry, ...],
         device: torch.device,
         decoding: Decoding,
+        queue: CopyQueue | None = None,
     ) -> None:
+        """``queue`` carries the uploads; the device's own unless it is given."""
         self._geometries = geometries
         self._decoding = decoding
         self._device = device
+        self._queue = queue
         longest = decoding.limits.max_sequence_tokens
         self._widths = tuple(ceil_div(longest, part.tokens_per_block) for part in geometries)
         self._buckets: dict[int, _Bucket] = {}
@@ -106,8 +109,7 @@ class DecodeRunner:
             bucket = self._make(shape, values)
             self._buckets[size] = bucket
         else:
-            bucket.host.copy_(values)
-            bucket.vector.copy_(bucket.host, non_blocking=True)
+            bucket.inputs.upload(values)
         logits = bucket.launch()
         wanted = [row for row, piece in enumerate(batch) if piece.wants_logits]
         if len(wanted) == len(batch):
@@ -116,14 +118,13 @@ class DecodeRunner:
 
     def _make(self, shape: MetadataShape, values: torch.Tensor) -> _Bucket:
         """Capture a bucket, with the batch of ``values`` in its memory."""
-        vector = values.to(self._device)
-        host = values.pin_memory() if self._device.type == "cuda" else values
-        metadata = StepMetadata(shape, vector[: shape.total])
-        tokens = vector[shape.total :]
+        inputs = VectorUpload(values, self._device, self._queue)
+        metadata = StepMetadata(shape, inputs.vector[: shape.total])
+        tokens = inputs.vector[shape.total :]
         rows = torch.arange(shape.rows, device=self._device)
         step = self._decoding.step(metadata)
 
         def body() -> torch.Tensor:
             return self._decoding.network(tokens, metadata.starts, step, rows)
 
-        return _Bucket(shape, host, vector, self._decoding.capture(body))
+        return _Bucket(inputs, self._decoding.capture(body))

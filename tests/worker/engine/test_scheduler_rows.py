@@ -1,5 +1,5 @@
-"""Which test covers which requirement of the scheduler: rows S1 to S12 and the B rows that concern
-it. Rows say what nothing tries yet.
+"""Which test covers which requirement of the scheduler: rows S5 to S10 and the B rows that concern
+it; ``test_study_rows.py`` has the others. Rows say what nothing tries yet.
 """
 
 from __future__ import annotations
@@ -28,14 +28,6 @@ class Row:
 
 
 ROWS = {
-    "S1": Row(
-        "hooks that a model declares, read once",
-        (("kvcache_core/test_hooks.py", "test_b48_a_renamed_hook_leaves_no_dead_override"),),
-        "RuntimeHooks itself; only what checks hooks when a class is created is there",
-    ),
-    "S2": Row("memory margin", (), "torch_mem_safety_margin is not built"),
-    "S3": Row("kv_cache_manager_cls", (), "not built"),
-    "S4": Row("KV-balanced admission", (), "planner, window and attention data parallel"),
     "S5": Row(
         "demotion of long prompts, from arguments or the environment",
         (
@@ -70,9 +62,6 @@ ROWS = {
         ),
         "asking the owner for a snapshot at the shared boundary",
     ),
-    "S11": Row("dummy blocks from the layout", (), "dummy_slots of the cache are not used here"),
-    "S12": Row("declarations of a drafter", (), "belongs to the drafters"),
-    "B24": Row("the margin stays below free memory", (), "see S2"),
     "B35": Row(
         "no starvation by deferral",
         ((FAIRNESS, "test_a_demoted_prompt_ages_under_a_stream_of_short_ones"),),

@@ -11,10 +11,11 @@ import torch
 
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.storage import TorchStorage
+from tests.support.devices import usable
 from tests.worker.model.harness import PagedModel
 from worker.model.backend import PagedLayers, TorchBackend, backend_of, triton_backend
 from worker.model.loader import load_model
-from worker.model.triton_backend import TritonBackend
+from worker.model.triton_backend import TritonBackend, TritonStep
 
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, 256, 60)]
 
@@ -32,6 +33,20 @@ def test_a_model_over_both_backends(tiny_model: Callable[[str], Path], family: s
         torch.testing.assert_close(
             paged.feed(**pieces), reference.feed(**pieces), atol=2e-4, rtol=0
         )
+
+
+@pytest.mark.gpu
+def test_b38_steps_described_on_a_late_device_keep_their_own_values(
+    tiny_model: Callable[[str], Path],
+) -> None:
+    """Pinned memory of a step must not be another step's before it was read."""
+    paged = PagedModel(tiny_model("llama"), backend=triton_backend, device=usable("cuda"))
+    backend = paged.runner._backend
+    torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]
+    steps = [backend.begin([paged.slice("a", [token])]) for token in TOKENS[:20]]
+    for position, step in enumerate(steps):
+        assert isinstance(step, TritonStep)
+        assert step.metadata.starts.tolist() == [position]
 
 
 def test_the_device_chooses(tiny_model: Callable[[str], Path]) -> None:
