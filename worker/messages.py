@@ -16,10 +16,10 @@ from pydantic import Field
 from transfer.identity import Incarnation, PeerAddress
 from transfer.wire import Codec, Message
 from worker.interpreter import WAIT_CLASSES
+from worker.token_runs import TokenRuns
 
 WorkerRole = Literal["context", "generation", "aggregated"]
 Leg = Literal["context", "generation"]
-FinishReason = Literal["stop", "length"]
 
 
 class SamplingParams(Message):
@@ -204,27 +204,6 @@ class Pong(Message):
     engine_age_ms: int
 
 
-class TokenLogprob(Message):
-    """Log-probability of one output token and of the most likely alternatives, best first."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-class TokenRun(Message):
-    """Consecutive output tokens of one choice, from output index ``index``. May repeat what another
-    worker sent.
-    """
-
-    request_id: str
-    choice: int
-    index: int
-    tokens: bytes
-    logprobs: tuple[TokenLogprob, ...] = ()
-    finish: FinishReason | None = None
-    """Set on the run that holds the last token."""
-
-
 class LegStarted(Message):
     """The leg's prompt was matched against this worker's cache."""
 
@@ -336,7 +315,7 @@ class StepOutput(Message):
 
     kind: Literal["step"] = "step"
     placed: tuple[LegPlaced, ...] = ()
-    runs: tuple[TokenRun, ...] = ()
+    runs: TokenRuns = ()
     started: tuple[LegStarted, ...] = ()
     ended: tuple[LegEnded, ...] = ()
     gauges: WorkerGauges | None = None

@@ -133,7 +133,7 @@ class RunSlice(Message):
 
 class RunStep(Message):
     """Compute one step: these slices here, while every dp group has ``rows`` tokens and ``draws``
-    slices that draw.
+    slices that draw. Both are empty where there is one group.
     """
 
     kind: Literal["step"] = "step"

@@ -24,7 +24,8 @@ from transfer.lease import TransferLease
 from transfer.messages import HandoffData
 from transfer.prefix import Prefix
 from worker.inbox import RankReported
-from worker.messages import SamplingParams, StepOutput, TokenLogprob
+from worker.messages import SamplingParams, StepOutput
+from worker.token_runs import TokenLogprob
 
 
 class Clock(Protocol):
@@ -260,7 +261,7 @@ class Slice(NamedTuple):
 
 
 class StepRows(NamedTuple):
-    """What each dp group has to compute in one step."""
+    """What each dp group has to compute in one step; nothing is said of an only group."""
 
     tokens: tuple[int, ...]
     draws: tuple[int, ...]
@@ -269,6 +270,8 @@ class StepRows(NamedTuple):
 
 def step_rows(slices: Sequence[Slice], dp_size: int) -> StepRows:
     """Of the slices of all groups."""
+    if dp_size == 1:
+        return StepRows((), ())
     tokens, draws = [0] * dp_size, [0] * dp_size
     for part in slices:
         tokens[part.dp_rank] += len(part.tokens)

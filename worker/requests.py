@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer.identity import Incarnation, PeerAddress
-from worker.messages import FinishReason, Leg, PrefixSource, SamplingParams, StopRule
+from worker.messages import Leg, PrefixSource, SamplingParams, StopRule
 from worker.ports import CacheSequence
+from worker.token_runs import FinishReason
 
 Tokens = npt.NDArray[np.int32]
 

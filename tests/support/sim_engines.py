@@ -39,7 +39,6 @@ from worker.messages import (
     SamplingParams,
     StepOutput,
     StopRule,
-    TokenLogprob,
     WorkerGauges,
 )
 from worker.ports import Output
@@ -47,6 +46,7 @@ from worker.prefixes import PullLimits
 from worker.ranks import RankManager
 from worker.recording import LeaderManager
 from worker.replica import RankReplica
+from worker.token_runs import TokenLogprob
 
 BLOCK = 4
 VOCAB = 97
@@ -271,7 +271,7 @@ class SimWorld:
         for run in output.runs:
             choice = self.choices.setdefault((run.request_id, run.choice), Choice())
             for offset, token in enumerate(unpack_ints(run.tokens).tolist()):
-                index = run.index + offset
+                index = run.start + offset
                 assert index <= len(choice.tokens), f"{run.request_id}: a token is missing"
                 if index < len(choice.tokens):
                     assert choice.tokens[index] == token, f"{run.request_id}: workers disagree"
@@ -281,7 +281,7 @@ class SimWorld:
                 choice.sources.append(name)
                 choice.logprobs += run.logprobs[offset : offset + 1]
             if run.finish is not None:
-                assert run.index + len(unpack_ints(run.tokens)) == len(choice.tokens)
+                assert run.start + len(unpack_ints(run.tokens)) == len(choice.tokens)
                 choice.finish = run.finish
         for ended in output.ended:
             leg = self._leg(name, ended.leg, ended.request_id)

@@ -171,22 +171,26 @@ async def test_a_prefix_is_pulled_by_all_ranks_from_all_ranks(instances: Instanc
 
 
 async def test_a_dp_instance_computes_prompts_of_its_own(instances: Instances) -> None:
-    """Several at once, of unlike lengths, on both ranks; some find their prefix where it is."""
+    """Several at once, of unlike lengths, on both ranks; then each again, which finds its prefix on
+    the rank that has it. The pools hold all of them.
+    """
     front_end = await RawFrontEnd.connect(instances.runs["generation", "dp2"][0].address, TOKEN)
     before = (await front_end.idle()).free_blocks
-    prompts = {f"alone-{count}": prompt_of(20 + 37 * count, 11) for count in range(5)}
-    for _ in range(2):
-        for name, prompt in prompts.items():
-            front_end.send(generate(name, prompt, DRAWN, n=2))
-        for name, prompt in prompts.items():
-            ended = await front_end.end_of(name)
-            assert ended.outcome == "succeeded", ended
-            judge(instances.model, front_end, name, prompt, DRAWN, n=2)
-        prompts = {f"{name}-again": prompt for name, prompt in prompts.items()}
-    for count, prompt in enumerate(prompts.values()):
+    prompts = {f"alone-{count}": prompt_of(16 + 25 * count, 11) for count in range(4)}
+    for name, prompt in prompts.items():
+        front_end.send(generate(name, prompt, DRAWN, n=2))
+    for name, prompt in prompts.items():
+        assert (await front_end.end_of(name)).outcome == "succeeded"
+        judge(instances.model, front_end, name, prompt, DRAWN, n=2)
+    for name, prompt in prompts.items():
+        again = f"{name}-again"
+        await front_end.idle()
+        front_end.send(generate(again, prompt, DRAWN, n=2))
+        assert (await front_end.end_of(again)).outcome == "succeeded"
+        judge(instances.model, front_end, again, prompt, DRAWN, n=2)
         full = (len(prompt) - 1) // BLOCK * BLOCK
-        assert front_end.started[f"alone-{count}"].cached_tokens == 0
-        assert front_end.started[f"alone-{count}-again"].cached_tokens >= full
+        assert front_end.started[name].cached_tokens == 0
+        assert front_end.started[again].cached_tokens >= full
     assert (await front_end.idle()).free_blocks == before
     await front_end.close()
 

@@ -17,7 +17,7 @@ from worker.model.loader import LoadedModel
 from worker.model.products import head
 from worker.model.rank_sum import SummedModule
 from worker.model.row_exchange import GatheredModule
-from worker.model.shard import Cut
+from worker.model.shard import MLP, Cut
 
 
 class Network(Protocol):
@@ -85,7 +85,8 @@ def _add_up_rows(loaded: LoadedModel) -> None:
 def _gather_rows(loaded: LoadedModel) -> None:
     """Have every MLP of transformers compute the rows of all ranks."""
     for layer in loaded.module.base_model.layers:
-        layer.mlp = GatheredModule(layer.mlp, loaded.ranks.layer_rows)
+        mlp = layer.get_submodule(MLP)
+        layer.set_submodule(MLP, GatheredModule(mlp, loaded.ranks.layer_rows))
 
 
 class FusedModel(Network):

@@ -20,7 +20,9 @@ from worker.model.families import Configuration, ModelFacts
 
 KV_PROJECTIONS: Final = frozenset({"k_proj", "v_proj"})
 LAYER_NUMBER: Final = re.compile(r"\.\d+\.")
-ATTENTION: Final = ".self_attn."
+ATTENTION: Final = "self_attn"
+MLP: Final = "mlp"
+"""Names of a layer's two parts."""
 
 
 class Cut(Enum):
@@ -80,6 +82,8 @@ class ShardPlan:
         if shard.size > 1:
             self._cuts = _cuts(facts.family, config.base_model_tp_plan)
             _check(shard, facts, self._inner)
+        if shard.dp_size > 1:
+            _check_places(facts.family, self._cuts)
 
     def facts(self) -> ModelFacts:
         """The model as this rank holds it: its heads alone."""
@@ -101,7 +105,7 @@ class ShardPlan:
 
     def cut_of(self, name: str) -> Cut:
         """How the module or weight of this name (``model.layers.0.mlp.up_proj.weight``) is cut."""
-        if ATTENTION in name and self.shard.attention.size == 1:
+        if f".{ATTENTION}." in name and self.shard.attention.size == 1:
             return Cut.WHOLE
         module = name.removesuffix(".weight").removesuffix(".bias").removeprefix("model.")
         return self._cuts.get(LAYER_NUMBER.sub(".*.", module), Cut.WHOLE)
@@ -155,6 +159,19 @@ def _cuts(family: str, plan: Mapping[str, str] | None) -> dict[str, Cut]:
             f"{', '.join(unknown)}; use tensor_parallel_size 1"
         )
     return {name: known[kind] for name, kind in plan.items()}
+
+
+def _check_places(family: str, cuts: Mapping[str, Cut]) -> None:
+    """Raises ModelLoadError for shared weights of which is not known whether rows are gathered
+    around them.
+    """
+    inside = tuple(f".{name}." for name in (ATTENTION, MLP))
+    others = sorted(name for name in cuts if not any(part in name for part in inside))
+    if others:
+        raise ModelLoadError(
+            f"{family}: expected shared weights in {ATTENTION} and {MLP} alone, got "
+            f"{', '.join(others)}; use attention_dp_size 1"
+        )
 
 
 def _check(shard: Shard, facts: ModelFacts, inner: int) -> None:

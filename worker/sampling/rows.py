@@ -8,7 +8,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from worker.messages import SamplingParams, TokenLogprob
+from worker.messages import SamplingParams
+from worker.token_runs import TokenLogprob
 
 GREEDY_TEMPERATURE: Final = 1e-5
 """Below this, dividing by the temperature says nothing that argmax does not."""

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from worker.messages import TokenLogprob
 from worker.sampling.batched import draw_rows
 from worker.sampling.penalties import processed
 from worker.sampling.rows import Sampled, SampleRow, SamplingFailed
 from worker.sampling.rowwise import draw_row
+from worker.token_runs import TokenLogprob
 
 SampleResult = Sampled | SamplingFailed
 

@@ -32,7 +32,7 @@ from worker.requests import (
     TokenList,
 )
 
-ROWS = StepRows((0,), (0,))
+ROWS = StepRows((), ())
 """Of no interest where ranks share all of them."""
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.storage import TorchStorage
@@ -18,11 +19,12 @@ from tests.worker.model.test_tensor_parallel import Absent, Way, load, write
 from worker.model.dp_ranks import DpRanks
 from worker.model.dp_runner import DpRunner
 from worker.model.errors import ModelLoadError
+from worker.model.families import describe
 from worker.model.loader import load_model
 from worker.model.networks import FusedModel, PlainModel
 from worker.model.rank_sum import OnlyRank
 from worker.model.runner import ModelRunner, SequenceSlice
-from worker.model.shard import Shard
+from worker.model.shard import Shard, ShardPlan
 
 BLOCK = 8
 TOKENS = np.random.default_rng(5).integers(0, 256, (3, 40)).astype(np.int32)
@@ -143,6 +145,19 @@ def test_an_inner_size_that_does_not_divide_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "llama", intermediate_size=81)
     with pytest.raises(ModelLoadError, match="intermediate_size 81; choose another attention_dp"):
         on_dp_ranks(2, lambda ranks: load(path, ranks))
+
+
+def test_shared_weights_in_other_places_are_refused() -> None:
+    config = transformers.LlamaConfig()
+    config.base_model_tp_plan = {
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.shared_mlp.up_proj": "colwise",
+    }
+    facts = describe(config.to_dict())
+    ShardPlan(Shard(1, 2), facts, config)
+    with pytest.raises(ModelLoadError, match=r"alone, got layers\.\*\.shared_mlp\.up_proj; use"):
+        ShardPlan(Shard(1, 2, 2), facts, config)
 
 
 def test_dp_groups_of_several_ranks_are_not_there() -> None:
