@@ -136,6 +136,15 @@ DtypeOption = Annotated[
         help="auto, float32, bfloat16 or float16 (default: auto).", rich_help_panel=CAPACITY
     ),
 ]
+KVDtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-cache-dtype",
+        help="Of cached keys and values: auto (the model's), fp8, or the model's by name "
+        "(default: auto).",
+        rich_help_panel=CAPACITY,
+    ),
+]
 ThreadsOption = Annotated[
     str | None,
     typer.Option(help="Threads of an instance (default: cores shared).", rich_help_panel=CAPACITY),
@@ -269,6 +278,7 @@ def serve(  # noqa: PLR0913  one parameter an option is how typer works
     cluster_name: ClusterNameOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
+    kv_cache_dtype: KVDtypeOption = None,
     torch_threads: ThreadsOption = None,
     kv_cache_bytes: CacheOption = None,
     kv_cache_fraction: FractionOption = None,

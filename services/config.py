@@ -29,7 +29,7 @@ from router.rules import LoadRule, NewConversationFollow
 from services.environment import DEMOTION_VARIABLES, Environment
 from services.errors import ConfigError
 from services.units import parse_bytes, parse_duration_ms
-from worker.config import DpAdmission, ElementType, HooksEntry
+from worker.config import DpAdmission, ElementType, HooksEntry, KVElementType
 from worker.messages import WorkerRole
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -98,6 +98,8 @@ class ServeConfig(BaseModel):
     """Scopes the names of the actors in a shared Ray cluster; None: a random name."""
     device: Device = "auto"
     dtype: ElementType = "auto"
+    kv_cache_dtype: KVElementType = "auto"
+    """Of keys and values in the cache: the model's own type, or fp8."""
     torch_threads: AutoInt = Field(default=None, ge=1)
     """Threads of each instance; None: the cores divided among the instances of this machine."""
     kv_cache_bytes: Bytes = Field(default=None, gt=0)

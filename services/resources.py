@@ -82,6 +82,7 @@ def plan_instances(
     largest = max(config.ranks_of(role) for role, _ in config.instances)
     least_ranks = min(config.ranks_of(role) for role, _ in config.instances)
     device = _device(config, machine)
+    _check_fraction(config, device)
     threads = config.torch_threads or max(1, machine.cores // count)
     gpu_fraction = 0.0
     is_measured = False
@@ -138,6 +139,14 @@ def kv_cache_fraction(config: ServeConfig) -> float:
     return GPU_CACHE_FRACTION if given is None else given
 
 
+def _check_fraction(config: ServeConfig, device: str) -> None:
+    if device == "cpu" and config.kv_cache_fraction is not None:
+        raise ConfigError(
+            "kv_cache_fraction: expected instances on GPUs, whose memory workers measure, got "
+            "cpu; give kv_cache_bytes"
+        )
+
+
 def _ranks(config: ServeConfig) -> int:
     """Processes of all instances."""
     return sum(config.ranks_of(role) for role, _ in config.instances)
@@ -172,30 +181,6 @@ def _check_fit(config: ServeConfig, machine: Machine, device: str, kv_cache_byte
         )
 
 
-def check_cache_holds_a_step(
-    config: ServeConfig, plans: Sequence[InstancePlan], kv_elements_per_token: int | None
-) -> None:
-    """Raises ConfigError for a KV cache without room for the tokens of one step: the least a worker
-    starts with.
-    """
-    if kv_elements_per_token is None:
-        return
-    blocks = -(-config.max_batch_tokens // config.tokens_per_block)
-    for plan in plans:
-        if plan.kv_cache_bytes is None:
-            continue  # the worker says it, with what it has measured
-        is_wide = config.dtype == "float32" or (config.dtype == "auto" and plan.device == "cpu")
-        sharers = plan.tensor_parallel_size // plan.attention_dp_size
-        held = -(-kv_elements_per_token // sharers)
-        block_bytes = config.tokens_per_block * held * (4 if is_wide else 2)
-        if plan.kv_cache_bytes < blocks * block_bytes:
-            raise ConfigError(
-                f"kv_cache_bytes: expected at least {format_bytes(blocks * block_bytes)}, which the"
-                f" {config.max_batch_tokens} tokens of a step of this model take, got "
-                f"{format_bytes(plan.kv_cache_bytes)}; give more, or lower max_batch_tokens"
-            )
-
-
 def plan_remote_instances(config: ServeConfig) -> tuple[InstancePlan, ...]:
     """The same for a Ray cluster, whose machines can't be looked at from here. Raises
     ConfigError."""
@@ -213,6 +198,7 @@ def plan_remote_instances(config: ServeConfig) -> tuple[InstancePlan, ...]:
             f"with ray_address, expected a value for {', '.join(missing)}: "
             "what the machines of the cluster have can't be seen from here"
         )
+    _check_fraction(config, config.device)
     return tuple(
         InstancePlan(
             name=name,

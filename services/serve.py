@@ -28,11 +28,11 @@ from services.environment import (
 )
 from services.frontend_process import FrontEndProcess, bind
 from services.instances import InstanceKeeper
+from services.kv_cache import check_cache_holds_a_step, check_kv_types
 from services.membership import FrontEndSettings
 from services.models import ServedModel, find_model
 from services.resources import (
     InstancePlan,
-    check_cache_holds_a_step,
     estimate_weights_bytes,
     kv_cache_fraction,
     plan_instances,
@@ -93,6 +93,7 @@ def run_service(
         )
         terminal.done("model", f"{model.name} ({model.path})")
         plans = _plan(config, model)
+        check_kv_types(config, plans)
         check_cache_holds_a_step(config, plans, model.kv_elements_per_token)
         asyncio.run(_Launch(config, environment, terminal, model, plans, listener).run(work))
 
@@ -119,6 +120,7 @@ def worker_config(
         model_name=model.name,
         device=plan.device,
         dtype=config.dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
         host=host,
         cluster_token=config.cluster_token.get_secret_value(),
         tokens_per_block=config.tokens_per_block,

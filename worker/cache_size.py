@@ -16,7 +16,7 @@ from transfer.staging_buffers import device_staging_bytes
 from worker.config import WorkerConfig
 from worker.device_memory import DeviceMemory
 from worker.executor import RankExecutor
-from worker.largest_batch import StepLimits, largest_batch
+from worker.largest_batch import BatchLimits, largest_batch
 from worker.memory_budget import MemoryNeeds, cache_quota, torch_cap
 from worker.model.rank_sum import RankSum
 from worker.runtime_hooks import ManagerClass
@@ -103,7 +103,7 @@ def _step_bytes(
             f"weights, got {free_bytes}; free some memory or lower max_batch_tokens"
         )
     executor = candidate.executor_over(TorchStorage(plan, slots, candidate.device))
-    limits = StepLimits(
+    limits = BatchLimits(
         max_batch_tokens=config.max_batch_tokens,
         max_running=config.max_running,
         max_sequence_tokens=candidate.max_sequence_tokens,

@@ -19,6 +19,8 @@ DpAdmission = Literal["in_order", "kv_balanced"]
 """At once, each where most room is; or the oldest few together, the largest first, and only where
 there is room.
 """
+KVElementType = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
+"""fp8 is float8_e4m3."""
 
 HOOKS_ENTRY: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -48,6 +50,10 @@ class WorkerConfig(BaseModel):
     device: str = "cpu"
     dtype: ElementType = "auto"
     """auto: float32 on CPU, the checkpoint's type on GPU."""
+    kv_cache_dtype: KVElementType = "auto"
+    """Of keys and values in pages; auto: that of the weights. Anything else than that and fp8 is
+    refused.
+    """
     host: str = "127.0.0.1"
     port: int = 0
     """Port for front ends; 0 takes a free one."""

@@ -45,6 +45,7 @@ class WorkerFacts:
     vocab_size: int
     peer: PeerAddress
     transport: str
+    kv_dtype: str
     dp_size: int = 1
 
 
@@ -117,6 +118,7 @@ class FrontEndConnection:
                 peer=facts.peer,
                 dp_size=facts.dp_size,
                 transport=facts.transport,
+                kv_dtype=facts.kv_dtype,
             )
         )
         self._welcomed = True

@@ -26,6 +26,7 @@ from worker.dp_group import GroupParts
 from worker.elsewhere import ElsewhereCopied
 from worker.engine import Engine, EngineLimits, EngineParts
 from worker.executor import ModelExecutor, RankExecutor
+from worker.facts import kv_dtypes
 from worker.group_leading import GroupTransfers
 from worker.hook_declarations import declared_hooks
 from worker.interpreter import SharedInterpreter
@@ -96,6 +97,7 @@ def load_core(
         config.model_path,
         device=config.device,
         dtype=config.dtype,
+        kv_dtype=config.kv_cache_dtype,
         ranks=ranks,
         progress=progress,
     )
@@ -152,7 +154,7 @@ def load_core(
     in_host_memory = f", {min(host_slots)} more in host memory" if any(host_slots) else ""
     progress(
         f"KV cache: {min(slots)} blocks of {plan.tokens_per_block} tokens, "
-        f"{plan.pool_bytes(slots) / 1e6:.0f} MB{in_host_memory}; "
+        f"{kv_dtypes(loaded.specs)}, {plan.pool_bytes(slots) / 1e6:.0f} MB{in_host_memory}; "
         f"sequences of up to {longest} tokens"
     )
     if memory is not None:
@@ -207,6 +209,7 @@ def make_engine(
         transfers = agreement = LeaderTransfers(transfers, leader, 1 + len(followers))
     return Engine(
         EngineParts(
+            incarnation=config.incarnation,
             manager=manager,
             transfers=transfers,
             executor=core.executor,

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from transfer.identity import Incarnation
 from worker.admission import Bounds
+from worker.chunks import ChunkRules
 from worker.context import ContextRole
 from worker.counters import Counters
 from worker.demand import PageDemand
@@ -53,12 +55,14 @@ class Shared:
 class GroupLimits:
     """Bounds of a group's requests and of its part of a step."""
 
+    incarnation: Incarnation
     max_sequence_tokens: int
     vocab_size: int
     max_batch_tokens: int
     max_running: int
     pulls: PullLimits
     demotion: Demotion | None
+    state_alignment_tokens: int | None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -101,10 +105,16 @@ def make_group(number: int, parts: GroupParts, shared: Shared, limits: GroupLimi
         desk,
         context,
         generation,
-        Survey(desk, PrefixWaits(desk, limits.max_batch_tokens)),
+        Survey(
+            desk,
+            PrefixWaits(desk, limits.max_batch_tokens),
+            limits.demotion,
+            limits.incarnation,
+        ),
         limits.max_batch_tokens,
         limits.max_running,
         limits.demotion,
+        ChunkRules(shared.demand.tokens_per_block, limits.state_alignment_tokens),
     )
     intake = Intake(desk, context, generation, ServedPulls(desk, limits.pulls), bounds)
     return DpGroup(number, desk, intake, board, parts.agreement)

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
 
 from transfer.agent_events import AgentEvent
+from transfer.identity import Incarnation
 from worker.admission_planner import AdmissionPlanner
 from worker.counters import Counters, Heartbeat
 from worker.demand import PageDemand
@@ -66,7 +67,11 @@ class EngineLimits:
     quarantine_grace_ms: int
     pulls: PullLimits
     demotion: Demotion | None = None
-    """None: the oldest prompt keeps its half of the prefill budget however long it is."""
+    """None: a prompt keeps its place and the oldest its half of the prefill budget however long it
+    is.
+    """
+    state_alignment_tokens: int | None = None
+    """The model can keep recurrent states in mid-chunk at multiples of it; None: it cannot."""
     planner: AdmissionPlanner | None = None
     """Of several dp groups; None: requests are placed in order of arrival."""
 
@@ -75,6 +80,7 @@ class EngineLimits:
 class EngineParts:
     """What an engine is made of."""
 
+    incarnation: Incarnation
     manager: CacheManager
     transfers: Transfers
     executor: Executor
@@ -99,12 +105,14 @@ class Engine:
         self._counters = Counters()
         shared = Shared(parts.clock, parts.demand, self._outbox, self._counters)
         of_each = GroupLimits(
+            incarnation=parts.incarnation,
             max_sequence_tokens=limits.max_sequence_tokens,
             vocab_size=limits.vocab_size,
             max_batch_tokens=limits.max_batch_tokens,
             max_running=limits.max_running,
             pulls=limits.pulls,
             demotion=limits.demotion,
+            state_alignment_tokens=limits.state_alignment_tokens,
         )
         own = GroupParts(parts.manager, parts.transfers, parts.agreement)
         self._groups = tuple(
@@ -211,6 +219,8 @@ class Engine:
             self._counters.prefill_tokens += len(part.tokens)
         sequence.last_step = self._counters.steps
         sequence.cache.advance(part.start + len(part.tokens))
+        if sequence.snapshot_points:
+            group.desk.keep_states(sequence, part.snapshot)
         self._commit(group, sequence)
         group.role(leg).computed(sequence, result)
 

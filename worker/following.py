@@ -98,6 +98,7 @@ class RankFollower(RankReplica):
                     part.start,
                     self.tables(part.sequence),
                     (),
+                    self.snapshot(part),
                 )
                 for part in step.slices
             ],

@@ -34,6 +34,7 @@ from worker.connection import WorkerFacts
 from worker.core import MonotonicClock, RankCore, limit_threads, load_core, make_engine, warm_up
 from worker.counters import Heartbeat
 from worker.engine import Engine
+from worker.facts import kv_dtypes
 from worker.follower_process import FollowerProcess
 from worker.inbox import Inbox, PairsChanged, RankReported, Shutdown
 from worker.io_thread import IoThread
@@ -146,6 +147,7 @@ class WorkerProcess(RankProcess):
             peer=peer,
             dp_size=config.attention_dp_size,
             transport="ucx",
+            kv_dtype=kv_dtypes(core.loaded.specs),
         )
         server, port = io.run(self._start_server(facts, heartbeat))
         self._server = server

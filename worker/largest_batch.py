@@ -18,7 +18,7 @@ WIDEST_DRAW: Final = SamplingParams(seed=1, repetition_penalty=1.1, logprobs=20)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepLimits:
+class BatchLimits:
     """Bounds of a step. Each is at least 1."""
 
     max_batch_tokens: int
@@ -37,7 +37,7 @@ class StepLimits:
         return tuple(lengths)
 
 
-def largest_batch(plan: LayoutPlan, slots: Sequence[int], limits: StepLimits) -> list[Slice]:
+def largest_batch(plan: LayoutPlan, slots: Sequence[int], limits: BatchLimits) -> list[Slice]:
     """Slices of that step, each at the end of the longest sequence, over pools of ``slots`` per
     pool group that may be far too small for it: sequences share slots, what they hold means
     nothing.

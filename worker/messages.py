@@ -99,6 +99,8 @@ class Welcome(Message):
     (``LegPlaced``) before it waits for a grant.
     """
     transport: str
+    kv_dtype: str
+    """Element type of keys and values in its pages."""
 
 
 class PrefixSource(Message):

@@ -108,12 +108,14 @@ class Snapshots:
         """How many there are, in flight and free."""
         return len(self._free) + len(self._in_flight)
 
-    def send(self, values: torch.Tensor, target: torch.Tensor) -> None:
-        """Queue the copy of what ``values`` holds now, uint8 ``[size_bytes]``, to ``target``."""
+    def take(self) -> torch.Tensor:
+        """One that no copy reads any more, uint8 ``[size_bytes]``, holding anything."""
         while self._in_flight and self._in_flight[0][0].is_complete():
             self._free.append(self._in_flight.popleft()[1])
-        snapshot = self._free.pop() if self._free else self._queue.snapshot(self._size_bytes)
-        snapshot.copy_(values)
+        return self._free.pop() if self._free else self._queue.snapshot(self._size_bytes)
+
+    def send(self, snapshot: torch.Tensor, target: torch.Tensor) -> None:
+        """Queue the copy of one that was taken and filled to ``target``."""
         self._in_flight.append((self._queue.copy(snapshot, target), snapshot))
 
 
@@ -136,21 +138,23 @@ class VectorUpload:
         self.vector = values.to(device, copy=True)
         self._bytes = self.vector.view(torch.uint8)
         self._snapshots = Snapshots(values.nbytes, queue_of(device) if queue is None else queue)
+        self._taken: torch.Tensor | None = None
 
-    def upload(self, values: torch.Tensor) -> None:
-        """Queue new values. Raises ValueError: they differ in shape, type or layout."""
-        like = self.vector
-        if (
-            values.shape != like.shape
-            or values.dtype != like.dtype
-            or values.device.type != "cpu"
-            or not values.is_contiguous()
-        ):
-            raise ValueError(
-                f"expected contiguous host memory {like.dtype} {list(like.shape)}, got "
-                f"{values.dtype} {list(values.shape)} on {values.device}"
-            )
-        self._snapshots.send(values.view(torch.uint8), self._bytes)
+    def host(self) -> torch.Tensor:
+        """Host memory like the vector, holding anything: to be filled as a whole, then sent."""
+        if self._taken is None:
+            self._taken = self._snapshots.take()
+        return self._taken.view(self.vector.dtype)
+
+    def send(self) -> None:
+        """Queue the values that :meth:`host` was filled with; it gives other memory from now on.
+
+        Raises ValueError: it was not asked for since the last time.
+        """
+        if self._taken is None:
+            raise ValueError("expected host() to be filled before send(), got nothing to send")
+        taken, self._taken = self._taken, None
+        self._snapshots.send(taken, self._bytes)
 
     @property
     def snapshots(self) -> int:
@@ -209,7 +213,9 @@ class PairUpload:
         self._is_known = True
         for part, source in zip(parts, sources, strict=True):
             part.copy_(source)
-        self._snapshots.send(self._uploaded, self._device_bytes)
+        snapshot = self._snapshots.take()
+        snapshot.copy_(self._uploaded)
+        self._snapshots.send(snapshot, self._device_bytes)
         return True
 
     @property

@@ -247,6 +247,7 @@ class FakeWorker:
             peer=self.script.ranks.peer(self.incarnation),
             dp_size=self.script.ranks.size,
             transport="fake",
+            kv_dtype="float32",
         )
         WORKER_CODEC.write(writer, (welcome,))
         return True

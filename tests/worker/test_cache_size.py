@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from typing_extensions import override
 
@@ -23,7 +23,7 @@ from worker.cache_size import least_of_all
 from worker.config import WorkerConfig
 from worker.core import RankCore, load_core, warm_up
 from worker.device_memory import DeviceMemory, device_memory
-from worker.largest_batch import StepLimits, largest_batch
+from worker.largest_batch import BatchLimits, largest_batch
 from worker.memory_budget import (
     MARGIN_BYTES,
     MemoryNeeds,
@@ -44,6 +44,7 @@ HOOKS = RuntimeHooks(torch_mem_safety_margin={})
 """
 
 
+@settings(max_examples=40)
 @given(free=sizes, needs=needs_of, fraction=st.floats(0.01, 1))
 def test_the_cache_leaves_what_is_needed_beside_it(
     free: int, needs: MemoryNeeds, fraction: float
@@ -54,6 +55,7 @@ def test_the_cache_leaves_what_is_needed_beside_it(
     assert cache_quota(free, needs, fraction / 2) <= quota
 
 
+@settings(max_examples=40)
 @given(free=sizes, needs=needs_of)
 def test_b24_the_default_margin_stays_below_what_is_free(free: int, needs: MemoryNeeds) -> None:
     margin = default_margin(free, needs)
@@ -79,6 +81,7 @@ def test_b24_at_the_boundary(free: int, margin: int) -> None:
     assert default_margin(free, MemoryNeeds()) == margin
 
 
+@settings(max_examples=40)
 @given(free=sizes, reserved=sizes, needs=needs_of, declared=st.none() | sizes)
 def test_s2_the_cap_of_torch_is_what_it_has_and_what_is_free_less_the_margin(
     free: int, reserved: int, needs: MemoryNeeds, declared: int | None
@@ -94,11 +97,12 @@ def test_s2_the_cap_of_torch_is_what_it_has_and_what_is_free_less_the_margin(
     assert cap > reserved or free == 0
 
 
+@settings(max_examples=40)
 @given(tokens=st.integers(1, 600), running=st.integers(1, 80), longest=st.integers(1, 600))
 def test_the_largest_step_has_all_that_a_step_may_have(
     tokens: int, running: int, longest: int
 ) -> None:
-    lengths = StepLimits(
+    lengths = BatchLimits(
         max_batch_tokens=tokens, max_running=running, max_sequence_tokens=longest
     ).largest()
     assert sum(lengths) == min(tokens, running * longest)
@@ -110,7 +114,7 @@ def test_the_largest_step_has_all_that_a_step_may_have(
 def test_b34_the_largest_step_fits_the_least_pools_of_any_layout(layout: str) -> None:
     plan = plan_of(layout)
     slots = plan.floor_slots()
-    limits = StepLimits(max_batch_tokens=9, max_running=3, max_sequence_tokens=21)
+    limits = BatchLimits(max_batch_tokens=9, max_running=3, max_sequence_tokens=21)
     for piece in largest_batch(plan, slots, limits):
         assert piece.start + len(piece.tokens) == 21
         assert len(piece.block_tables) == len(plan.layer_groups)

@@ -109,7 +109,8 @@ class DecodeRunner:
             bucket = self._make(shape, values)
             self._buckets[size] = bucket
         else:
-            bucket.inputs.upload(values)
+            bucket.inputs.host().copy_(values)
+            bucket.inputs.send()
         logits = bucket.launch()
         wanted = [row for row, piece in enumerate(batch) if piece.wants_logits]
         if len(wanted) == len(batch):

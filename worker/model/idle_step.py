@@ -33,12 +33,13 @@ class IdleStep(AttentionStep):
         key_value: torch.Tensor,
         scale: float,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return query.new_zeros(query.shape)
 
     @override
     def target(self, index: int) -> Target:
-        return Target(self._pages[index], self._slots, self._offsets)
+        return Target(self._pages[index], self._slots, self._offsets, None)
 
     @override
     def attend_stored(

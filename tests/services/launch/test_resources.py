@@ -9,11 +9,11 @@ import pytest
 
 from services.config import ServeConfig
 from services.errors import ConfigError
+from services.kv_cache import check_cache_holds_a_step, check_kv_types
 from services.resources import (
     Gpu,
     Machine,
     available_memory_bytes,
-    check_cache_holds_a_step,
     estimate_weights_bytes,
     plan_instances,
     plan_remote_instances,
@@ -101,6 +101,9 @@ def test_a_share_of_a_gpu_excludes_a_size_and_needs_one_to_itself() -> None:
     assert sizes[1] == pytest.approx(2 * sizes[0], abs=1)
     single = config(aggregated=1, kv_cache_fraction=0.5)
     assert plan_instances(single, machine, 0)[0].kv_cache_bytes is None
+    on_cpu = config(device="cpu", kv_cache_fraction=0.5)
+    with pytest.raises(ConfigError, match="kv_cache_fraction: expected instances on GPUs"):
+        plan_instances(on_cpu, machine, 0)
     given = config(aggregated=1, kv_cache_bytes="1GiB")
     assert plan_instances(given, machine, 0)[0].kv_cache_bytes == GIB
 
@@ -185,6 +188,31 @@ def test_a_kv_cache_without_room_for_one_step_is_refused() -> None:
     check_cache_holds_a_step(small, plans, None)
     half = config(kv_cache_bytes=512 * 46080 - 1, dtype="bfloat16")
     check_cache_holds_a_step(half, plans, 46080 // 4)
+
+
+def test_fp8_takes_a_quarter_of_float32() -> None:
+    tight = config(kv_cache_bytes="2MiB", kv_cache_dtype="fp8")
+    plans = plan_instances(tight, Machine(cores=2, available_bytes=GIB), 0)
+    check_cache_holds_a_step(tight, plans, 4096)
+    with pytest.raises(ConfigError, match=r"at least 8.0 MiB.*got 2.0 MiB"):
+        check_cache_holds_a_step(config(kv_cache_bytes="2MiB"), plans, 4096)
+
+
+def test_a_kv_type_that_the_model_does_not_compute_in_is_refused() -> None:
+    gpus = (Gpu(name="H", free_bytes=100 * GIB),)
+    gpu = plan_instances(config(), Machine(cores=8, available_bytes=GIB, gpus=gpus), 0)
+    cpu = plan_instances(config(), Machine(cores=2, available_bytes=GIB), 0)
+    half = {"dtype": "float16", "kv_cache_dtype": "float16"}
+    for fitting in ({}, {"kv_cache_dtype": "fp8"}, half):
+        check_kv_types(config(**fitting), (*cpu, *gpu))
+    check_kv_types(config(kv_cache_dtype="bfloat16"), gpu)  # the checkpoint decides
+    check_kv_types(config(kv_cache_dtype="float32"), cpu)
+    for given, plans, expected in (
+        ({"kv_cache_dtype": "bfloat16"}, cpu, "float32"),
+        ({"kv_cache_dtype": "bfloat16", "dtype": "float16"}, gpu, "float16"),
+    ):
+        with pytest.raises(ConfigError, match=f"expected auto, fp8 or {expected}"):
+            check_kv_types(config(**given), plans)
 
 
 def test_a_remote_cluster_needs_what_cannot_be_looked_up() -> None:

@@ -97,7 +97,12 @@ def shared(path: Path, way: Way, ranks: DpRanks) -> tuple[list[torch.Tensor], li
 
 @pytest.mark.parametrize(
     ("way", "family"),
-    [(FusedModel, "llama"), (FusedModel, "qwen3"), (PlainModel, "gemma3_text")],
+    [
+        (FusedModel, "llama"),
+        (FusedModel, "qwen3"),
+        (PlainModel, "gemma3_text"),
+        (PlainModel, "mixtral"),
+    ],
 )
 def test_two_ranks_compute_what_one_does(
     tiny_model: Callable[[str], Path], way: Way, family: str
