@@ -36,7 +36,7 @@ from worker.demand import PageDemand
 from worker.engine import Engine, EngineLimits, EngineParts
 from worker.inbox import FrontEndCommand
 from worker.messages import Generate, SamplingParams, StepOutput, StopRule
-from worker.ports import Clock, Drawn, Executor, Output, Slice, SliceResult, Transfers
+from worker.ports import Clock, Drawn, Executor, Output, Slice, SliceResult, StepRows, Transfers
 from worker.prefixes import PullLimits
 from worker.ranks import RankManager
 
@@ -156,7 +156,7 @@ class StampedManager(RankManager):
     decode_tokens = 0
 
     @override
-    def run_step(self, step: int, slices: Sequence[Slice]) -> None:
+    def run_step(self, step: int, slices: Sequence[Slice], rows: StepRows) -> None:
         self.planned_at_ns = time.thread_time_ns()
         self.decode_tokens += sum(len(part.tokens) == 1 for part in slices)
 

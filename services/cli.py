@@ -77,6 +77,36 @@ GenerationRanksOption = Annotated[
         rich_help_panel=CLUSTER,
     ),
 ]
+DpOption = Annotated[
+    int | None,
+    typer.Option(
+        "--attention-dp-size",
+        help="Ranks of each instance with whole attention and requests of their own; they share "
+        "MLPs (default: 1).",
+        rich_help_panel=CLUSTER,
+    ),
+]
+ContextDpOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Of context instances (default: as all).",
+        rich_help_panel=CLUSTER,
+    ),
+]
+GenerationDpOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Of generation instances (default: as all).",
+        rich_help_panel=CLUSTER,
+    ),
+]
+DpAdmissionOption = Annotated[
+    str | None,
+    typer.Option(
+        help="How requests come to such ranks: in_order or kv_balanced (default: in_order).",
+        rich_help_panel=CLUSTER,
+    ),
+]
 ConfigOption = Annotated[
     Path | None,
     typer.Option("--config", help="YAML file; its keys are these options. Options win over it."),
@@ -236,6 +266,10 @@ def serve(  # noqa: PLR0913  one parameter an option is how typer works
     tensor_parallel_size: RanksOption = None,
     context_tensor_parallel_size: ContextRanksOption = None,
     generation_tensor_parallel_size: GenerationRanksOption = None,
+    attention_dp_size: DpOption = None,
+    context_attention_dp_size: ContextDpOption = None,
+    generation_attention_dp_size: GenerationDpOption = None,
+    dp_admission: DpAdmissionOption = None,
     host: HostOption = None,
     port: PortOption = None,
     config: ConfigOption = None,

@@ -29,7 +29,7 @@ from router.rules import LoadRule, NewConversationFollow
 from services.environment import DEMOTION_VARIABLES, Environment
 from services.errors import ConfigError
 from services.units import parse_bytes, parse_duration_ms
-from worker.config import ElementType, HooksEntry, KVElementType
+from worker.config import DpAdmission, ElementType, HooksEntry, KVElementType
 from worker.messages import WorkerRole
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -79,6 +79,15 @@ class ServeConfig(BaseModel):
     context_tensor_parallel_size: int | None = Field(default=None, ge=1)
     """Of context instances; None: ``tensor_parallel_size``."""
     generation_tensor_parallel_size: int | None = Field(default=None, ge=1)
+    attention_dp_size: int = Field(default=1, ge=1)
+    """Ranks of an instance that share the model's MLPs alone: each has whole attention and requests
+    of its own. Above 1 in place of ``tensor_parallel_size``."""
+    context_attention_dp_size: int | None = Field(default=None, ge=1)
+    """Of context instances; None: ``attention_dp_size``."""
+    generation_attention_dp_size: int | None = Field(default=None, ge=1)
+    dp_admission: DpAdmission = "in_order"
+    """How such an instance gives requests to its ranks: each at once where most room is, or a
+    window of them together, the largest first and only where there is room."""
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     """0 takes a free port."""
@@ -167,8 +176,32 @@ class ServeConfig(BaseModel):
             return _named("aggregated", self.aggregated)
         return _named("context", self.context or 1) + _named("generation", self.generation or 1)
 
+    @model_validator(mode="after")
+    def _one_way_to_share(self) -> ServeConfig:
+        for role, _ in self.instances:
+            dp_size, tp_size = self.dp_size_of(role), self._tp_size_of(role)
+            if dp_size > 1 and tp_size not in (1, dp_size):
+                raise ValueError(
+                    f"attention_dp_size {dp_size} of {role} instances: expected "
+                    f"tensor_parallel_size 1 or {dp_size}, got {tp_size}; ranks share attention "
+                    "or have it whole, all of them"
+                )
+        return self
+
     def ranks_of(self, role: WorkerRole) -> int:
         """Ranks of each instance of this role."""
+        return max(self._tp_size_of(role), self.dp_size_of(role))
+
+    def dp_size_of(self, role: WorkerRole) -> int:
+        """Ranks of each instance of this role that have requests of their own; 1: none has."""
+        own = {
+            "context": self.context_attention_dp_size,
+            "generation": self.generation_attention_dp_size,
+            "aggregated": None,
+        }
+        return own[role] or self.attention_dp_size
+
+    def _tp_size_of(self, role: WorkerRole) -> int:
         own = {
             "context": self.context_tensor_parallel_size,
             "generation": self.generation_tensor_parallel_size,

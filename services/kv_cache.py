@@ -54,7 +54,8 @@ def check_cache_holds_a_step(
     for plan in plans:
         if plan.kv_cache_bytes is None:
             continue  # the worker says it, with what it has measured
-        held = -(-kv_elements_per_token // plan.tensor_parallel_size)
+        sharers = plan.tensor_parallel_size // plan.attention_dp_size
+        held = -(-kv_elements_per_token // sharers)
         block_bytes = config.tokens_per_block * held * kv_element_bytes(config, plan.device)
         if plan.kv_cache_bytes < blocks * block_bytes:
             raise ConfigError(

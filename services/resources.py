@@ -32,6 +32,8 @@ GPU_ACTIVATION_BYTES: Final = 1 << 30
 """Kept free on a GPU for each instance beside its weights."""
 WHOLE_WEIGHTS_SHARE: Final = 0.15
 """Of a model's weights, at most, what each of several ranks has whole: embedding and head."""
+WHOLE_ATTENTION_SHARE: Final = 0.35
+"""The same of attention, where each rank has all of it."""
 MIN_KV_CACHE_BYTES: Final = 16 << 20
 GPU_PROBE_TIMEOUT_S: Final = 120.0
 
@@ -66,6 +68,7 @@ class InstancePlan:
     kv_cache_bytes: int | None
     """Of each rank. None: it measures what its GPU has for it."""
     tensor_parallel_size: int = 1
+    attention_dp_size: int = 1
     staging_pairs: int = 0
     """Other ranks that pages may travel to or from."""
 
@@ -91,7 +94,10 @@ def plan_instances(
                 f"{len(machine.gpus)}; start fewer instances or give each fewer ranks"
             )
         if least_ranks > 1:
-            weights_bytes = int(weights_bytes * (1 / least_ranks + WHOLE_WEIGHTS_SHARE))
+            whole = WHOLE_WEIGHTS_SHARE
+            if any(config.dp_size_of(role) > 1 for role, _ in config.instances):
+                whole += WHOLE_ATTENTION_SHARE
+            weights_bytes = int(weights_bytes * min(1.0, 1 / least_ranks + whole))
         # Ray packs by fractions: rounding down keeps `per_gpu` instances on one GPU possible.
         gpu_fraction = int(1_000 / per_gpu) / 1_000
         smallest = min(gpu.free_bytes for gpu in machine.gpus)
@@ -120,6 +126,7 @@ def plan_instances(
             torch_threads=threads,
             kv_cache_bytes=None if is_measured else kv_cache_bytes,
             tensor_parallel_size=config.ranks_of(role),
+            attention_dp_size=config.dp_size_of(role),
             staging_pairs=count - 1,
         )
         for role, name in config.instances
@@ -201,6 +208,7 @@ def plan_remote_instances(config: ServeConfig) -> tuple[InstancePlan, ...]:
             torch_threads=config.torch_threads,
             kv_cache_bytes=config.kv_cache_bytes,
             tensor_parallel_size=config.ranks_of(role),
+            attention_dp_size=config.dp_size_of(role),
             staging_pairs=_ranks(config) - 1,
         )
         for role, name in config.instances

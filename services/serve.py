@@ -136,6 +136,8 @@ def worker_config(
         runtime_hooks=config.runtime_hooks,
         torch_threads=plan.torch_threads,
         tensor_parallel_size=plan.tensor_parallel_size,
+        attention_dp_size=plan.attention_dp_size,
+        dp_admission=config.dp_admission,
         transfer_timeout_ms=config.transfer_timeout_ms,
         require_transport=config.require_transport,
     )

@@ -15,7 +15,7 @@ from kvcache_core.storage import TorchStorage
 from transfer.staging_buffers import device_staging_bytes
 from worker.config import WorkerConfig
 from worker.device_memory import DeviceMemory
-from worker.executor import ModelExecutor
+from worker.executor import RankExecutor
 from worker.largest_batch import BatchLimits, largest_batch
 from worker.memory_budget import MemoryNeeds, cache_quota, torch_cap
 from worker.model.rank_sum import RankSum
@@ -40,7 +40,7 @@ class Candidate:
     ranks: RankSum
     device: torch.device
     max_sequence_tokens: int
-    executor_over: Callable[[TorchStorage], ModelExecutor]
+    executor_over: Callable[[TorchStorage], RankExecutor]
     """The model over some pages."""
 
 
@@ -109,7 +109,7 @@ def _step_bytes(
         max_sequence_tokens=candidate.max_sequence_tokens,
     )
     memory.watch()
-    executor.execute(largest_batch(plan, slots, limits))
+    executor.rehearse(largest_batch(plan, slots, limits))
     return memory.peak_bytes()
 
 

@@ -15,6 +15,10 @@ from transfer.identity import Incarnation
 from worker.messages import WorkerRole
 
 ElementType = Literal["auto", "float32", "bfloat16", "float16"]
+DpAdmission = Literal["in_order", "kv_balanced"]
+"""At once, each where most room is; or the oldest few together, the largest first, and only where
+there is room.
+"""
 KVElementType = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
 """fp8 is float8_e4m3."""
 
@@ -83,6 +87,12 @@ class WorkerConfig(BaseModel):
     torch_threads: int = Field(default=1, ge=1)
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Ranks of the instance, on one host. Each has a part of every layer."""
+    attention_dp_size: int = Field(default=1, ge=1)
+    """1: ranks share attention as well. Else all ranks: each has whole attention and requests of
+    its own, and only MLPs are shared. Then limits of steps are each rank's.
+    """
+    dp_admission: DpAdmission = "in_order"
+    """How requests are given to the ranks then."""
     rank: int = Field(default=0, ge=0)
     """0 leads: front ends know it alone."""
     transfer_timeout_ms: int = Field(default=60_000, gt=0)
@@ -106,6 +116,11 @@ class WorkerConfig(BaseModel):
             raise ValueError(
                 f"rank: expected less than tensor_parallel_size {self.tensor_parallel_size}, got "
                 f"{self.rank}"
+            )
+        if self.attention_dp_size not in (1, self.tensor_parallel_size):
+            raise ValueError(
+                f"attention_dp_size: expected 1 or tensor_parallel_size "
+                f"{self.tensor_parallel_size}, got {self.attention_dp_size}"
             )
         return self
 

@@ -46,6 +46,7 @@ class WorkerFacts:
     peer: PeerAddress
     transport: str
     kv_dtype: str
+    dp_size: int = 1
 
 
 class FrontEndConnection:
@@ -115,6 +116,7 @@ class FrontEndConnection:
                 max_sequence_tokens=facts.max_sequence_tokens,
                 vocab_size=facts.vocab_size,
                 peer=facts.peer,
+                dp_size=facts.dp_size,
                 transport=facts.transport,
                 kv_dtype=facts.kv_dtype,
             )

@@ -13,19 +13,27 @@ from typing_extensions import override
 
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.manager import UnifiedKVCacheManager
+from kvcache_core.ports import PageCopier
 from kvcache_core.sizing import SizingDemand
 from kvcache_core.storage import TorchStorage
+from worker.admission_planner import AdmissionPlanner
 from worker.cache_size import Candidate, limit_torch, size_cache
 from worker.config import WorkerConfig
 from worker.demand import PageDemand
 from worker.device_memory import DeviceMemory, device_memory
+from worker.dp_executor import DpExecutor
+from worker.dp_group import GroupParts
+from worker.elsewhere import ElsewhereCopied
 from worker.engine import Engine, EngineLimits, EngineParts
-from worker.executor import ModelExecutor
+from worker.executor import ModelExecutor, RankExecutor
 from worker.facts import kv_dtypes
+from worker.group_leading import GroupTransfers
 from worker.hook_declarations import declared_hooks
 from worker.interpreter import SharedInterpreter
 from worker.leading import LeaderTransfers
 from worker.messages import SamplingParams
+from worker.model.dp_ranks import DpRanks
+from worker.model.dp_runner import DpRunner
 from worker.model.loader import LoadedModel, load_model
 from worker.model.networks import network_of
 from worker.model.rank_sum import OnlyRank as WholeModel
@@ -36,7 +44,7 @@ from worker.prefixes import PullLimits
 from worker.rank_meeting import RankMeeting
 from worker.ranks import RankManager
 from worker.recording import Follower, LeaderManager
-from worker.runtime_hooks import RuntimeHooks, manager_class, refuse_idle
+from worker.runtime_hooks import RuntimeHooks, manager_class, planner_of, refuse_idle
 from worker.scheduler import Demotion
 
 logger = logging.getLogger(__name__)
@@ -58,10 +66,13 @@ class RankCore:
 
     loaded: LoadedModel
     hooks: RuntimeHooks
+    planner: AdmissionPlanner | None
     plan: LayoutPlan
     storage: TorchStorage
     pages: UnifiedKVCacheManager
-    executor: ModelExecutor
+    pages_over: Callable[[PageCopier], UnifiedKVCacheManager]
+    """Makes a manager like this rank's: that of any other rank, as all have the same slots."""
+    executor: RankExecutor
     demand: PageDemand
     max_sequence_tokens: int
 
@@ -103,11 +114,12 @@ def load_core(
     if config.runtime_hooks is not None:
         logger.info("runtime hooks of %s: %s", loaded.facts.family, hooks.declared)
     refuse_idle(hooks, plan)
+    planner = planner_of(hooks, config)
     cache = manager_class(hooks, UnifiedKVCacheManager)
     network = network_of(loaded)
 
-    def executor_over(storage: TorchStorage) -> ModelExecutor:
-        return ModelExecutor(ModelRunner(loaded, plan, storage, network), loaded.device)
+    def executor_over(storage: TorchStorage) -> RankExecutor:
+        return executor_of(ModelRunner(loaded, plan, storage, network), loaded)
 
     memory = memory_of(loaded.device)
     candidate = Candidate(
@@ -123,14 +135,18 @@ def load_core(
     slots = cache.slots_for(plan, size.quota_bytes, sizing)
     host_slots = plan.host_slots_for(config.host_cache_bytes, slots)
     storage = TorchStorage(plan, slots, loaded.device, host_slots=host_slots)
-    pages = cache(
-        plan,
-        slots,
-        storage,
-        incarnation=str(config.incarnation),
-        host_slots=host_slots,
-        low_priority_snapshot_prompt_len=hooks.hybrid_cache.low_priority_snapshot_prompt_len,
-    )
+
+    def pages_over(copier: PageCopier) -> UnifiedKVCacheManager:
+        return cache(
+            plan,
+            slots,
+            copier,
+            incarnation=str(config.incarnation),
+            host_slots=host_slots,
+            low_priority_snapshot_prompt_len=hooks.hybrid_cache.low_priority_snapshot_prompt_len,
+        )
+
+    pages = pages_over(storage)
     demand = PageDemand(plan, max_chunk_tokens=config.max_batch_tokens)
     longest = min(limit, demand.longest(RankManager(pages).total_slots()))
     if longest < 2:
@@ -143,7 +159,17 @@ def load_core(
     )
     if memory is not None:
         limit_torch(memory, size.needs, hooks.torch_mem_safety_margin)
-    return RankCore(loaded, hooks, plan, storage, pages, executor_over(storage), demand, longest)
+    executor = executor_over(storage)
+    return RankCore(
+        loaded, hooks, planner, plan, storage, pages, pages_over, executor, demand, longest
+    )
+
+
+def executor_of(runner: ModelRunner, loaded: LoadedModel) -> RankExecutor:
+    """What this rank computes steps with."""
+    if isinstance(loaded.ranks, DpRanks):
+        return DpExecutor(DpRunner(runner, loaded.ranks), loaded.device)
+    return ModelExecutor(runner, loaded.device)
 
 
 def warm_up(core: RankCore) -> None:
@@ -157,7 +183,7 @@ def warm_up(core: RankCore) -> None:
     draws = (Draw(SamplingParams(), 0, 0, nothing, nothing, ()),)
     for start, end in ((0, len(tokens) - 1), (len(tokens) - 1, len(tokens))):
         if cache.grow(end):
-            core.executor.execute(
+            core.executor.rehearse(
                 [Slice(cache.name, tokens[start:end], start, cache.block_tables(), draws)]
             )
             cache.advance(end)
@@ -175,7 +201,10 @@ def make_engine(
     """The engine over this rank and those that follow it."""
     manager: CacheManager = RankManager(core.pages)
     agreement: Agreement = OnlyRank()
-    if followers:
+    others: tuple[GroupParts, ...] = ()
+    if config.attention_dp_size > 1:
+        others = tuple(_group_of(core, follower) for follower in followers)
+    elif followers:
         manager = leader = LeaderManager(core.pages, followers)
         transfers = agreement = LeaderTransfers(transfers, leader, 1 + len(followers))
     return Engine(
@@ -188,6 +217,7 @@ def make_engine(
             clock=clock,
             demand=core.demand,
             agreement=agreement,
+            others=others,
             interpreter=SharedInterpreter(),
         ),
         EngineLimits(
@@ -201,8 +231,16 @@ def make_engine(
                 least_tokens=config.least_pull_tokens, timeout_ms=config.pull_timeout_ms
             ),
             demotion=demotion_of(config, core.hooks),
+            planner=core.planner,
         ),
     )
+
+
+def _group_of(core: RankCore, follower: Follower) -> GroupParts:
+    """The books of another rank's pages, which are as many as this one's, and its log."""
+    manager = LeaderManager(core.pages_over(ElsewhereCopied()), (follower,))
+    transfers = GroupTransfers(manager)
+    return GroupParts(manager, transfers, transfers)
 
 
 def demotion_of(config: WorkerConfig, hooks: RuntimeHooks) -> Demotion | None:

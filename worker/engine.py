@@ -11,15 +11,14 @@ import logging
 from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
 
+from transfer.agent_events import AgentEvent
 from transfer.identity import Incarnation
-from worker.admission import Bounds
-from worker.chunks import ChunkRules
-from worker.context import ContextRole
-from worker.counters import Heartbeat
+from worker.admission_planner import AdmissionPlanner
+from worker.counters import Counters, Heartbeat
 from worker.demand import PageDemand
-from worker.desk import Desk, Ending
+from worker.desk import Ending
+from worker.dp_group import DpGroup, GroupLimits, GroupParts, Shared, earliest, make_group
 from worker.gauges import read_gauges
-from worker.generation import GenerationRole
 from worker.inbox import (
     FrontEndCommand,
     FrontEndJoined,
@@ -27,13 +26,13 @@ from worker.inbox import (
     Inbox,
     InboxItem,
     PairsChanged,
+    RankReported,
     Shutdown,
 )
-from worker.intake import Intake
 from worker.interpreter import Interpreter, OnlyThread
-from worker.leases import LeaseBook
 from worker.messages import StepOutput, WorkerGauges
-from worker.pages import PageBoard
+from worker.outbox import Outbox
+from worker.placing import Placing
 from worker.ports import (
     Agreement,
     CacheManager,
@@ -45,13 +44,11 @@ from worker.ports import (
     Slice,
     SliceResult,
     Transfers,
+    step_rows,
 )
-from worker.prefix_waits import PrefixWaits
 from worker.prefixes import PullLimits
 from worker.requests import Sequence
 from worker.scheduler import Demotion
-from worker.served_pulls import ServedPulls
-from worker.survey import Survey
 
 GAUGES_EVERY_MS = 100
 
@@ -60,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Bounds of requests, steps and faults."""
+    """Bounds of requests, steps and faults; those of steps are each dp group's."""
 
     max_sequence_tokens: int
     vocab_size: int
@@ -75,6 +72,8 @@ class EngineLimits:
     """
     state_alignment_tokens: int | None = None
     """The model can keep recurrent states in mid-chunk at multiples of it; None: it cannot."""
+    planner: AdmissionPlanner | None = None
+    """Of several dp groups; None: requests are placed in order of arrival."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -89,6 +88,8 @@ class EngineParts:
     clock: Clock
     demand: PageDemand
     agreement: Agreement = field(default_factory=OnlyRank)
+    others: tuple[GroupParts, ...] = ()
+    """The dp groups behind the leader's own, by rank."""
     interpreter: Interpreter = field(default_factory=OnlyThread)
 
 
@@ -100,34 +101,25 @@ class Engine:
     def __init__(self, parts: EngineParts, limits: EngineLimits) -> None:
         self._parts = parts
         self._limits = limits
-        self._desk = Desk(
-            manager=parts.manager,
-            transfers=parts.transfers,
-            clock=parts.clock,
-            demand=parts.demand,
-            leases=LeaseBook(parts.manager),
+        self._outbox = Outbox()
+        self._counters = Counters()
+        shared = Shared(parts.clock, parts.demand, self._outbox, self._counters)
+        of_each = GroupLimits(
+            incarnation=parts.incarnation,
+            max_sequence_tokens=limits.max_sequence_tokens,
+            vocab_size=limits.vocab_size,
+            max_batch_tokens=limits.max_batch_tokens,
+            max_running=limits.max_running,
+            pulls=limits.pulls,
+            demotion=limits.demotion,
+            state_alignment_tokens=limits.state_alignment_tokens,
         )
-        context = ContextRole(self._desk, limits.pulls)
-        generation = GenerationRole(self._desk, limits.vocab_size)
-        bounds = Bounds(limits.max_sequence_tokens, limits.vocab_size, limits.max_running)
-        served = ServedPulls(self._desk, limits.pulls)
-        self._intake = Intake(self._desk, context, generation, served, bounds)
-        self._board = PageBoard(
-            self._desk,
-            context,
-            generation,
-            Survey(
-                self._desk,
-                PrefixWaits(self._desk, limits.max_batch_tokens),
-                limits.demotion,
-                parts.incarnation,
-            ),
-            limits.max_batch_tokens,
-            limits.max_running,
-            limits.demotion,
-            ChunkRules(parts.demand.tokens_per_block, limits.state_alignment_tokens),
+        own = GroupParts(parts.manager, parts.transfers, parts.agreement)
+        self._groups = tuple(
+            make_group(number, group, shared, of_each)
+            for number, group in enumerate((own, *parts.others))
         )
-        self._roles = {"context": context, "generation": generation}
+        self._placing = Placing(self._groups, self._outbox, limits.planner)
         self._stopped: str | None = None
         self._doubtful_since_ms: int | None = None
         self._gauges: WorkerGauges | None = None
@@ -158,80 +150,95 @@ class Engine:
         """One round. False when nothing can go on without a message or the passing of time."""
         for item in items:
             self._receive(item)
-        self._intake.expire()
+        self._placing.place()
+        for group in self._groups:
+            group.intake.expire()
         self._watch_quarantine()
         if self._stopped is not None:
             self._fail_everything(self._stopped)
         progress = self._stopped is None and self._advance()
-        self._parts.manager.flush()
-        self._parts.output.deliver(self._desk.outbox.take())
+        for group in self._groups:
+            group.desk.manager.flush()
+        self._parts.output.deliver(self._outbox.take())
         self._tell_gauges(now=not progress)
         return progress
 
     def next_timer_ms(self) -> int | None:
         """When the engine has something to do even if no message comes."""
-        timers = [self._intake.next_expiry_ms()]
+        timers = [group.intake.next_expiry_ms() for group in self._groups]
         if self._doubtful_since_ms is not None:
             timers.append(self._doubtful_since_ms + self._limits.quarantine_grace_ms)
-        return min((timer for timer in timers if timer is not None), default=None)
+        return earliest(timers)
 
     def _fail_everything(self, reason: str) -> None:
         """The worker ends: every leg does, so that its request can be repaired elsewhere."""
-        for leg in list(self._desk.legs):
-            self._desk.end(leg, Ending("failed", "worker_failed", reason, retryable=True))
+        self._placing.settle()
+        for group in self._groups:
+            for leg in list(group.desk.legs):
+                group.desk.end(leg, Ending("failed", "worker_failed", reason, retryable=True))
 
     def _advance(self) -> bool:
-        legs = len(self._desk.legs)
-        moved = self._board.admit()
-        batch = self._board.step()
+        legs = self._legs()
+        moved = sum([group.board.admit() for group in self._groups]) > 0
+        batches = [group.step() for group in self._groups]
+        batch = [pair for part in batches for pair in part]
         if not batch:
-            return moved or len(self._desk.legs) < legs  # one that ended left pages to others
-        self._desk.counters.steps += 1
+            # One that ended left pages to others.
+            return moved or self._legs() < legs or self._placing.waiting > 0
+        self._counters.steps += 1
         slices = [part for _, part in batch]
-        self._parts.manager.run_step(self._desk.counters.steps, slices)
+        rows = step_rows(slices, len(self._groups))
+        for group, own in zip(self._groups, batches, strict=True):
+            own_slices = [part for _, part in own]
+            group.desk.manager.run_step(self._counters.steps, own_slices, rows)
         self._parts.interpreter.share()
         results = self._parts.executor.execute(slices)
         for (sequence, part), result in zip(batch, results, strict=True):
-            self._computed(sequence, part, result)
+            self._computed(self._groups[part.dp_rank], sequence, part, result)
         return True
 
-    def _computed(self, sequence: Sequence, part: Slice, result: SliceResult) -> None:
+    def _legs(self) -> int:
+        return sum([len(group.desk.legs) for group in self._groups])
+
+    def _computed(
+        self, group: DpGroup, sequence: Sequence, part: Slice, result: SliceResult
+    ) -> None:
         leg = sequence.leg
         if leg.ended:
             return  # another slice of the same leg failed in this step
         if isinstance(result, RowFailed):
             ending = Ending("failed", "bad_logits", result.reason, retryable=True)
-            self._desk.end(leg, ending)
+            group.desk.end(leg, ending)
             return
         assert sequence.cache is not None
         decoding = part.start >= leg.prompt_tokens and len(part.tokens) == 1
         if decoding:
-            self._desk.counters.decode_tokens += 1
+            self._counters.decode_tokens += 1
         else:
             leg.prefill_tokens += len(part.tokens)
-            self._desk.counters.prefill_tokens += len(part.tokens)
-        sequence.last_step = self._desk.counters.steps
+            self._counters.prefill_tokens += len(part.tokens)
+        sequence.last_step = self._counters.steps
         sequence.cache.advance(part.start + len(part.tokens))
         if sequence.snapshot_points:
-            self._desk.keep_states(sequence, part.snapshot)
-        self._commit(sequence)
-        self._roles[leg.kind].computed(sequence, result)
+            group.desk.keep_states(sequence, part.snapshot)
+        self._commit(group, sequence)
+        group.role(leg).computed(sequence, result)
 
-    def _commit(self, sequence: Sequence) -> None:
+    def _commit(self, group: DpGroup, sequence: Sequence) -> None:
         """Full blocks become reusable as soon as they are computed; the tail is committed when the
         sequence rests.
         """
         assert sequence.cache is not None
         block = self._parts.demand.tokens_per_block
         if sequence.cache.history // block > sequence.cache.committed // block:
-            self._desk.commit(sequence)
+            group.desk.commit(sequence)
 
     def _receive(self, item: InboxItem) -> None:
         match item:
             case FrontEndCommand():
-                self._intake.command(item.connection, item.message)
+                self._placing.command(item.connection, item.message)
             case FrontEndLost():
-                self._intake.connection_lost(item.connection)
+                self._placing.connection_lost(item.connection)
             case FrontEndJoined():
                 self._gauges = None
             case PairsChanged():
@@ -239,8 +246,15 @@ class Engine:
             case Shutdown():
                 self._stopped = self._stopped or item.reason
             case _:
-                for event in self._parts.agreement.heard(item):
-                    self._intake.agent_event(event)
+                group = self._group_of(item)
+                for event in group.agreement.heard(item):
+                    group.intake.agent_event(event)
+
+    def _group_of(self, item: AgentEvent | RankReported) -> DpGroup:
+        """Whom it is about: ranks that share a group speak of the only one."""
+        if len(self._groups) == 1 or not isinstance(item, RankReported):
+            return self._groups[0]
+        return self._groups[item.rank]
 
     def _watch_quarantine(self) -> None:
         """Above the limit the worker is not ready; when that lasts, it ends."""
@@ -255,21 +269,25 @@ class Engine:
 
     def _doubt(self) -> str:
         """What is wrong with the quarantine; empty while it is within its limit."""
-        blocks, limit = self._desk.leases.quarantined_blocks, self._limits.quarantine_limit_blocks
+        blocks = sum([group.desk.leases.quarantined_blocks for group in self._groups])
+        limit = self._limits.quarantine_limit_blocks
         return f"{blocks} blocks are in quarantine, the limit is {limit}" if blocks > limit else ""
 
     def _tell_gauges(self, *, now: bool) -> None:
         now_ms = self._parts.clock.now_ms()
         if not now and self._gauges is not None and now_ms - self._gauges_at_ms < GAUGES_EVERY_MS:
             return
-        gauges = read_gauges(self._desk, self._parts.interpreter, self._stopped or self._doubt())
+        desks = [group.desk for group in self._groups]
+        trouble = self._stopped or self._doubt()
+        gauges = read_gauges(desks, self._placing.waiting, self._parts.interpreter, trouble)
         self._gauges_at_ms = now_ms
         if gauges != self._gauges:
             self._gauges = gauges
             self._parts.output.broadcast(StepOutput(gauges=gauges))
-        line = self._parts.manager.report(now_ms)
-        if line is not None:
-            logger.info(line)
+        for desk in desks:
+            line = desk.manager.report(now_ms)
+            if line is not None:
+                logger.info(line)
 
     def _sleep_ms(self) -> int | None:
         timer = self.next_timer_ms()

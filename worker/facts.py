@@ -39,8 +39,13 @@ def rank_infos(
         for spec in loaded.specs
         for role in (BufferRole.KEY, BufferRole.VALUE)
     }
-    size = loaded.ranks.shard.size
-    shapes = [ParallelShape(tp_size=size, tp_rank=rank) for rank in range(size)]
+    size, dp_size = loaded.ranks.shard.size, loaded.ranks.shard.dp_size
+    shapes = [
+        ParallelShape(
+            tp_size=size, tp_rank=rank, dp_size=dp_size, dp_rank=rank if dp_size > 1 else 0
+        )
+        for rank in range(size)
+    ]
     return tuple(
         RankInfo(
             incarnation=incarnation,

@@ -22,7 +22,7 @@ from transfer.identity import Incarnation, PeerAddress
 from worker.agent_start import start_agent
 from worker.config import WorkerAddress, WorkerConfig
 from worker.core import RankCore, limit_threads, load_core, warm_up
-from worker.following import RankFollower
+from worker.following import GroupFollower, RankFollower
 from worker.io_thread import IoThread
 from worker.process import (
     HEALTH_S,
@@ -83,7 +83,8 @@ class FollowerProcess(RankProcess):
         agent, peer = io.run(self._start_agent(core))
         self._agent = agent
         self._link = link = meeting.leader(RankHello(rank=self._config.rank, peer=peer))
-        self._follower = RankFollower(core.pages, agent, core.executor, link.tell)
+        follow = RankFollower if self._config.attention_dp_size == 1 else GroupFollower
+        self._follower = follow(core.pages, agent, core.executor, link.tell)
         gc.collect()
         gc.freeze()
         threading.Thread(

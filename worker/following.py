@@ -16,9 +16,10 @@ from transfer.agent_events import AgentEvent, LeaseEnded, LeaseInDoubt
 from transfer.prefix import Prefix
 from transfer.wire import unpack_ints
 from worker.agreement import fact_of
+from worker.group_facts import group_fact_of
 from worker.oplog import LogEntries, Operation, ReleaseLease, RunStep, StepChecksum
-from worker.ports import Slice, Transfers
-from worker.rank_facts import RankFact
+from worker.ports import Slice, StepRows, Transfers
+from worker.rank_facts import GroupFact
 from worker.replica import RankReplica
 from worker.transfer_log import (
     AnnounceTransfer,
@@ -26,6 +27,7 @@ from worker.transfer_log import (
     DeclineTransfer,
     FoundTransfer,
     GrantTransfer,
+    HandOffTokens,
     HandOffTransfer,
     KeepWarm,
     NoDecodeTransfer,
@@ -44,8 +46,10 @@ class FollowerTransfers(Transfers, Protocol):
 class Partner(Protocol):
     """The model of a follower."""
 
-    def compute(self, slices: Sequence[Slice], drawing: Sequence[bool]) -> None:
-        """This rank's part of a step. ``drawing`` says from which slices the leader draws."""
+    def compute(self, slices: Sequence[Slice], drawing: Sequence[bool], rows: StepRows) -> None:
+        """This rank's part of a step. ``drawing`` says from which slices the leader draws,
+        ``rows`` what all dp groups compute.
+        """
 
 
 class RankFollower(RankReplica):
@@ -56,7 +60,7 @@ class RankFollower(RankReplica):
         manager: UnifiedKVCacheManager,
         transfers: FollowerTransfers,
         partner: Partner,
-        tell: Callable[[StepChecksum | RankFact], None],
+        tell: Callable[[StepChecksum | GroupFact], None],
     ) -> None:
         super().__init__(manager)
         self._transfers = transfers
@@ -69,9 +73,12 @@ class RankFollower(RankReplica):
         lease = 0
         if isinstance(event, LeaseEnded | LeaseInDoubt):
             lease = self._names[id(event.lease)]
-        fact = fact_of(event, lease)
+        fact = self._fact(event, lease)
         if fact is not None:
             self._tell(fact)
+
+    def _fact(self, event: AgentEvent, lease: int) -> GroupFact | None:
+        return fact_of(event, lease)
 
     @override
     def apply(self, entries: LogEntries) -> None:
@@ -96,6 +103,7 @@ class RankFollower(RankReplica):
                 for part in step.slices
             ],
             [part.draws for part in step.slices],
+            StepRows(step.rows, step.draws),
         )
 
     @override
@@ -125,6 +133,7 @@ class RankFollower(RankReplica):
             case (
                 AnnounceTransfer()
                 | HandOffTransfer()
+                | HandOffTokens()
                 | NoDecodeTransfer()
                 | FoundTransfer()
                 | DeclineTransfer()
@@ -147,6 +156,7 @@ class RankFollower(RankReplica):
         self,
         operation: AnnounceTransfer
         | HandOffTransfer
+        | HandOffTokens
         | NoDecodeTransfer
         | FoundTransfer
         | DeclineTransfer
@@ -159,6 +169,8 @@ class RankFollower(RankReplica):
                 transfers.announce(operation.request_id)
             case HandOffTransfer():
                 transfers.hand_off_pages(operation.request_id)
+            case HandOffTokens():
+                transfers.hand_off(operation.request_id, operation.data)
             case NoDecodeTransfer():
                 transfers.no_decode(operation.request_id)
             case FoundTransfer():
@@ -169,3 +181,13 @@ class RankFollower(RankReplica):
                 transfers.cancel(operation.request_id, operation.reason)
             case KeepWarm():
                 transfers.keep_warm(operation.peers)
+
+
+class GroupFollower(RankFollower):
+    """A follower that is a dp group: its log is about its own requests alone, and it tells the
+    whole of what its agent reports.
+    """
+
+    @override
+    def _fact(self, event: AgentEvent, lease: int) -> GroupFact | None:
+        return group_fact_of(event, lease)

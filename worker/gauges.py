@@ -1,8 +1,9 @@
-"""The state of a worker as front ends see it, read off the desk."""
+"""The state of a worker as front ends see it, read off the desks of its dp groups."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Values
 from typing import Final
 
 from transfer.agent_figures import PairState
@@ -25,28 +26,31 @@ _WAITING: Final = frozenset(
 )
 
 
-def read_gauges(desk: Desk, interpreter: Interpreter, trouble: str) -> WorkerGauges:
-    """The state of the worker now. ``trouble`` is empty while it is ready.
+def read_gauges(
+    desks: Values[Desk], unplaced: int, interpreter: Interpreter, trouble: str
+) -> WorkerGauges:
+    """The state of the worker now, all its dp groups together. ``unplaced`` requests are in none;
+    ``trouble`` is empty while it is ready.
 
     Peers that were refused do not make it unready, but the reason tells of them.
     """
-    states = [sequence.state for sequence in desk.sequences.values()]
-    waiting = sum(leg.state in _WAITING for leg in desk.legs)
-    counters = desk.counters
-    blocks = desk.manager.block_counts()
-    totals = desk.manager.totals()
-    figures = desk.transfers.figures
+    states = [sequence.state for desk in desks for sequence in desk.sequences.values()]
+    waiting = unplaced + sum([leg.state in _WAITING for desk in desks for leg in desk.legs])
+    counters = desks[0].counters
+    blocks = [desk.manager.block_counts() for desk in desks]
+    totals = [desk.manager.totals() for desk in desks]
+    figures = desks[0].transfers.figures
     return WorkerGauges(
         ready=not trouble,
-        reason=trouble or _refusals(desk.transfers.refusals),
-        total_blocks=blocks.total,
-        free_blocks=blocks.available,
-        cached_blocks=blocks.cached,
+        reason=trouble or _refusals(desks[0].transfers.refusals),
+        total_blocks=sum([one.total for one in blocks]),
+        free_blocks=sum([one.available for one in blocks]),
+        cached_blocks=sum([one.cached for one in blocks]),
         running=states.count(SequenceState.RUNNING),
         waiting=waiting + states.count(SequenceState.QUEUED) + states.count(SequenceState.HELD),
         suspended=states.count(SequenceState.SUSPENDED),
-        transfers_in_flight=desk.leases.sessions_open,
-        quarantined_blocks=desk.leases.quarantined_blocks,
+        transfers_in_flight=sum([desk.leases.sessions_open for desk in desks]),
+        quarantined_blocks=sum([desk.leases.quarantined_blocks for desk in desks]),
         prefill_tokens_total=counters.prefill_tokens,
         decode_tokens_total=counters.decode_tokens,
         cached_tokens_total=counters.cached_tokens,
@@ -55,9 +59,9 @@ def read_gauges(desk: Desk, interpreter: Interpreter, trouble: str) -> WorkerGau
         preemptions_total=counters.preemptions,
         steps_total=counters.steps,
         host_cached_tokens_total=counters.host_cached_tokens,
-        evicted_pages_total=totals.evicted_pages,
-        demoted_pages_total=totals.demoted_pages,
-        onboarded_pages_total=totals.onboarded_pages,
+        evicted_pages_total=sum([one.evicted_pages for one in totals]),
+        demoted_pages_total=sum([one.demoted_pages for one in totals]),
+        onboarded_pages_total=sum([one.onboarded_pages for one in totals]),
         pulls_succeeded_total=counters.pulls_succeeded,
         pulls_declined_total=counters.pulls_declined,
         pulls_failed_total=counters.pulls_failed,

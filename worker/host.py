@@ -145,6 +145,7 @@ class WorkerProcess(RankProcess):
             max_sequence_tokens=core.max_sequence_tokens,
             vocab_size=core.loaded.vocab_size,
             peer=peer,
+            dp_size=config.attention_dp_size,
             transport="ucx",
             kv_dtype=kv_dtypes(core.loaded.specs),
         )

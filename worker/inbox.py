@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from transfer.agent_events import AgentEvent
 from worker.messages import Cancel, Generate, Prefill, Stop, Warm
-from worker.rank_facts import RankFact
+from worker.rank_facts import GroupFact
 
 Command = Prefill | Generate | Cancel | Stop | Warm
 
@@ -56,7 +56,7 @@ class RankReported:
     """Another rank of this instance says how its part of a transfer goes."""
 
     rank: int
-    fact: RankFact
+    fact: GroupFact
 
 
 InboxItem = (

@@ -94,6 +94,10 @@ class Welcome(Message):
     vocab_size: int
     peer: PeerAddress
     """Where other workers reach this one for transfers."""
+    dp_size: int = Field(default=1, ge=1)
+    """Ranks that each have requests of their own; above 1 a context leg is told its rank
+    (``LegPlaced``) before it waits for a grant.
+    """
     transport: str
     kv_dtype: str
     """Element type of keys and values in its pages."""
@@ -211,6 +215,15 @@ class LegStarted(Message):
     cached_tokens: int
 
 
+class LegPlaced(Message):
+    """A worker of several dp groups has chosen the one that a context leg lives on: its rank alone
+    is the source of the generation leg.
+    """
+
+    request_id: str
+    rank: int
+
+
 class LegEnded(Message):
     """The one terminal event of a leg.
 
@@ -303,6 +316,7 @@ class StepOutput(Message):
     """Everything one engine step produced for one front end."""
 
     kind: Literal["step"] = "step"
+    placed: tuple[LegPlaced, ...] = ()
     runs: TokenRuns = ()
     started: tuple[LegStarted, ...] = ()
     ended: tuple[LegEnded, ...] = ()

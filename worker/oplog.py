@@ -159,11 +159,15 @@ class RunSlice(Message):
 
 
 class RunStep(Message):
-    """Compute one step."""
+    """Compute one step: these slices here, while every dp group has ``rows`` tokens and ``draws``
+    slices that draw. Both are empty where there is one group.
+    """
 
     kind: Literal["step"] = "step"
     step: int
     slices: tuple[RunSlice, ...]
+    rows: tuple[int, ...]
+    draws: tuple[int, ...]
 
 
 PageOperation = Annotated[

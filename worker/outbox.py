@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from worker.messages import LegEnded, LegStarted, StepOutput
+from worker.messages import LegEnded, LegPlaced, LegStarted, StepOutput
 from worker.token_runs import TokenRun
 
 
 @dataclass(slots=True)
 class _Pending:
+    placed: list[LegPlaced] = field(default_factory=list)
     runs: list[TokenRun] = field(default_factory=list)
     started: list[LegStarted] = field(default_factory=list)
     ended: list[LegEnded] = field(default_factory=list)
@@ -23,6 +24,10 @@ class Outbox:
 
     def __init__(self) -> None:
         self._pending: dict[int, _Pending] = {}
+
+    def placed(self, connection: int, placed: LegPlaced) -> None:
+        """A context leg has its dp group."""
+        self._of(connection).placed.append(placed)
 
     def run(self, connection: int, run: TokenRun) -> None:
         """Tokens of one choice."""
@@ -46,6 +51,7 @@ class Outbox:
             (
                 connection,
                 StepOutput(
+                    placed=tuple(pending.placed),
                     runs=tuple(pending.runs),
                     started=tuple(pending.started),
                     ended=tuple(pending.ended),

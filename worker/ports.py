@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
+from kvcache_core.hashing import Prompt
 from transfer.agent_events import AgentEvent
 from transfer.agent_figures import TransferFigures
 from transfer.identity import PeerAddress
@@ -136,6 +137,12 @@ class CacheManager(Protocol):
         self, scope: bytes, tokens: npt.NDArray[np.int32], *, max_match: int
     ) -> CacheSequence: ...
 
+    def prompt(self, scope: bytes, tokens: npt.NDArray[np.int32]) -> Prompt:
+        """Tokens with their block keys, for whoever asks about them more than once."""
+
+    def known_tokens(self, prompt: Prompt) -> int:
+        """Tokens that ``open`` would reuse now. Changes nothing."""
+
     def awaited_prefix(self, scope: bytes, tokens: npt.NDArray[np.int32]) -> AwaitedPrefix | None:
         """What of ``tokens`` is worth waiting for, because another sequence computes it; counted
         as a wait.
@@ -178,8 +185,10 @@ class CacheManager(Protocol):
     def report(self, now_ms: int) -> str | None:
         """A line for the log about what the cache did; None while none is due."""
 
-    def run_step(self, step: int, slices: Sequence[Slice]) -> None:
-        """This step is computed now, on every rank."""
+    def run_step(self, step: int, slices: Sequence[Slice], rows: StepRows) -> None:
+        """This step is computed now, on every rank: these slices on those of this dp group, which
+        are among ``rows``.
+        """
 
     def flush(self) -> None:
         """The engine rests: every rank is to know what was done up to here."""
@@ -284,6 +293,27 @@ class Slice(NamedTuple):
     """Drawn from the logits of its last token; empty for a chunk before the end."""
     snapshot: StateSnapshot | None = None
     """A state to be kept in mid-chunk; only where the engine was told that the model can."""
+    dp_rank: int = 0
+    """The dp group that the sequence lives on."""
+
+
+class StepRows(NamedTuple):
+    """What each dp group has to compute in one step; nothing is said of an only group."""
+
+    tokens: tuple[int, ...]
+    draws: tuple[int, ...]
+    """Slices whose last logits are wanted."""
+
+
+def step_rows(slices: Sequence[Slice], dp_size: int) -> StepRows:
+    """Of the slices of all groups."""
+    if dp_size == 1:
+        return StepRows((), ())
+    tokens, draws = [0] * dp_size, [0] * dp_size
+    for part in slices:
+        tokens[part.dp_rank] += len(part.tokens)
+        draws[part.dp_rank] += bool(part.draws)
+    return StepRows(tuple(tokens), tuple(draws))
 
 
 class Drawn(NamedTuple):
@@ -309,7 +339,9 @@ class Executor(Protocol):
     """
 
     def execute(self, slices: Sequence[Slice]) -> list[SliceResult]:
-        """One result a slice, in order. Raises only when the worker as a whole is unusable."""
+        """One result a slice, in order, which is that of dp groups. Raises only when the worker as
+        a whole is unusable.
+        """
 
 
 class Output(Protocol):

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from transfer.identity import PeerAddress
+from transfer.identity import Incarnation, PeerAddress
+from transfer.messages import HandoffData
 from transfer.wire import Codec, Message
 from worker.oplog import StepChecksum
 
@@ -60,12 +61,46 @@ class RankLeaseInDoubt(Message):
     reason: str
 
 
+class RankGranted(Message):
+    """``GrantReceived``."""
+
+    kind: Literal["granted"] = "granted"
+    request_id: str
+    generation: Incarnation
+
+
+class RankAsked(Message):
+    """``PullReceived``."""
+
+    kind: Literal["asked"] = "asked"
+    request_id: str
+    puller: Incarnation
+    scope: bytes
+    tokens: bytes
+    least_blocks: int
+
+
+class RankFound(Message):
+    """``PrefixFoundReceived``."""
+
+    kind: Literal["found"] = "found"
+    request_id: str
+    end_block: int
+
+
+class RankHandedOff(Message):
+    """``HandoffReceived``."""
+
+    kind: Literal["handed_off"] = "handed_off"
+    request_id: str
+    data: HandoffData | None
+
+
 RankFact = RankProgress | RankEnded | RankLeaseEnded | RankLeaseInDoubt
 """About a transfer."""
+GroupFact = RankFact | RankGranted | RankAsked | RankFound | RankHandedOff
+"""The same from a rank that is a dp group: what it says is the whole of it."""
 
-FollowerMessage = Annotated[
-    RankHello | StepChecksum | RankProgress | RankEnded | RankLeaseEnded | RankLeaseInDoubt,
-    Field(discriminator="kind"),
-]
-FACTS_CODEC: Codec[RankHello | StepChecksum | RankFact] = Codec(FollowerMessage)
+FollowerMessage = Annotated[RankHello | StepChecksum | GroupFact, Field(discriminator="kind")]
+FACTS_CODEC: Codec[RankHello | StepChecksum | GroupFact] = Codec(FollowerMessage)
 """Follower to leader."""

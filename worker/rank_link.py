@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from transfer.wire import HEADER, Codec, FrameError, body_length
 from worker.oplog import LOG_CODEC, LogEntries, StepChecksum
-from worker.rank_facts import FACTS_CODEC, RankFact, RankHello
+from worker.rank_facts import FACTS_CODEC, GroupFact, RankHello
 from worker.recording import Follower
 
 MessageT = TypeVar("MessageT")
@@ -71,7 +71,7 @@ class FollowerLink(Follower):
             found, self._checksums = self._checksums, []
         return found
 
-    def listen(self, report: Callable[[int, RankFact], None]) -> None:
+    def listen(self, report: Callable[[int, GroupFact], None]) -> None:
         """Pass on what the follower says until it is gone. Raises FrameError."""
         for message in messages(self._connection, FACTS_CODEC):
             if isinstance(message, StepChecksum):
@@ -94,7 +94,7 @@ class LeaderLink:
         self._connection = connection
         self._lock = threading.Lock()
 
-    def tell(self, message: RankHello | StepChecksum | RankFact) -> None:
+    def tell(self, message: RankHello | StepChecksum | GroupFact) -> None:
         """Say something. Raises RankGone."""
         with self._lock:
             try:

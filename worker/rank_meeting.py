@@ -20,6 +20,7 @@ from torch import distributed
 
 from transfer.identity import Incarnation
 from worker.config import WorkerConfig
+from worker.model.dp_ranks import DpRanks
 from worker.model.rank_sum import GroupSum
 from worker.model.shard import Shard
 from worker.rank_facts import FACTS_CODEC, RankHello
@@ -32,7 +33,7 @@ RETRY_S: Final = 0.05
 
 def shard_of(config: WorkerConfig) -> Shard:
     """Which part of the model the process with this configuration has."""
-    return Shard(config.rank, config.tensor_parallel_size)
+    return Shard(config.rank, config.tensor_parallel_size, config.attention_dp_size)
 
 
 class RankMeeting:
@@ -57,7 +58,8 @@ class RankMeeting:
         store = distributed.FileStore(  # type: ignore[attr-defined]
             str(self._folder / "store"), self._shard.size
         )
-        return GroupSum.join(store, self._shard, device, host, MEETING_TIMEOUT_S)
+        kind = GroupSum if self._shard.dp_size == 1 else DpRanks
+        return kind.join(store, self._shard, device, host, MEETING_TIMEOUT_S)
 
     @property
     def _socket_path(self) -> str:

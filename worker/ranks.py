@@ -15,13 +15,22 @@ from typing_extensions import override
 
 from kvcache_core.branch_points import branch_point
 from kvcache_core.counters_report import CountersReport
+from kvcache_core.hashing import Prompt
 from kvcache_core.lease import PageLease
 from kvcache_core.manager import UnifiedKVCacheManager
 from kvcache_core.sequence import SequenceCache
 from kvcache_core.spec import ReusePolicy
 from transfer.lease import TransferLease
 from worker.oplog import BlockTables
-from worker.ports import AwaitedPrefix, BlockCounts, CacheManager, CacheSequence, CacheTotals, Slice
+from worker.ports import (
+    AwaitedPrefix,
+    BlockCounts,
+    CacheManager,
+    CacheSequence,
+    CacheTotals,
+    Slice,
+    StepRows,
+)
 
 
 class RankSequence(CacheSequence):
@@ -169,6 +178,14 @@ class RankManager(CacheManager):
         return RankSequence(self.mint(), cache, self._groups, self.mint)
 
     @override
+    def prompt(self, scope: bytes, tokens: npt.NDArray[np.int32]) -> Prompt:
+        return self._manager.prompt(scope, tokens)
+
+    @override
+    def known_tokens(self, prompt: Prompt) -> int:
+        return self._manager.look(prompt).reusable_tokens
+
+    @override
     def awaited_prefix(self, scope: bytes, tokens: npt.NDArray[np.int32]) -> AwaitedPrefix | None:
         manager = self._manager
         if not manager.has_announced:
@@ -254,7 +271,7 @@ class RankManager(CacheManager):
         return self._report.line(self._manager.counters, now_ms)
 
     @override
-    def run_step(self, step: int, slices: Values[Slice]) -> None:
+    def run_step(self, step: int, slices: Values[Slice], rows: StepRows) -> None:
         """Nobody else has to compute it."""
 
     @override

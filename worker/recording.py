@@ -42,7 +42,7 @@ from worker.oplog import (
     SuspendSequence,
     checksum,
 )
-from worker.ports import Slice
+from worker.ports import Slice, StepRows
 from worker.ranks import RankManager, RankSequence
 
 KEPT_STEPS: Final = 64
@@ -105,7 +105,7 @@ class LeaderManager(RankManager):
         self.record(QuarantineLease(lease=self._lease_names[id(lease)]))
 
     @override
-    def run_step(self, step: int, slices: Values[Slice]) -> None:
+    def run_step(self, step: int, slices: Values[Slice], rows: StepRows) -> None:
         """Send the log up to and with this step, and compare what followers said of earlier ones:
         a step late, so that no rank waits for another. Raises RanksDiverged.
         """
@@ -122,6 +122,8 @@ class LeaderManager(RankManager):
                     )
                     for part in slices
                 ),
+                rows=rows.tokens,
+                draws=rows.draws,
             )
         )
         tables = (part.block_tables for part in slices)

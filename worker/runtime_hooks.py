@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.manager import UnifiedKVCacheManager
 from worker.admission_planner import AdmissionPlanner
+from worker.config import WorkerConfig
+from worker.kv_balance import KvBalance
 
 logger = logging.getLogger(__name__)
 
@@ -116,14 +118,8 @@ def refuse_idle(hooks: RuntimeHooks, plan: LayoutPlan) -> None:
     """Refuse hooks that this worker would never ask.
 
     Raises:
-        ValueError: a planner without attention data parallelism, a policy for recurrent states
-            where there are none.
+        ValueError: a policy for recurrent states where there are none.
     """
-    if hooks.kv_balanced_admission_planner is not None:
-        raise ValueError(
-            "kv_balanced_admission_planner: expected an instance with attention data parallelism "
-            "and KV-balanced admission, which this one does not have; leave the hook out"
-        )
     if hooks.hybrid_cache.state_index_upload_kernel:
         raise ValueError(
             "state_index_upload_kernel: expected a model whose recurrent layers this worker runs, "
@@ -135,3 +131,20 @@ def refuse_idle(hooks: RuntimeHooks, plan: LayoutPlan) -> None:
             "hybrid_cache: expected a model with recurrent layers, this one has attention layers "
             "only; leave the hook out"
         )
+
+
+def planner_of(hooks: RuntimeHooks, config: WorkerConfig) -> AdmissionPlanner | None:
+    """What places requests on dp groups; None where they are placed in order of arrival.
+
+    Raises:
+        ValueError: a planner that this worker would never ask.
+    """
+    declared = hooks.kv_balanced_admission_planner
+    if config.attention_dp_size > 1 and config.dp_admission == "kv_balanced":
+        return KvBalance() if declared is None else declared
+    if declared is not None:
+        raise ValueError(
+            "kv_balanced_admission_planner: expected an instance with attention data parallelism "
+            "and KV-balanced admission, which this one does not have; leave the hook out"
+        )
+    return None

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from transfer.identity import PeerAddress
+from transfer.messages import HandoffData
 from transfer.wire import Message
 
 
@@ -54,6 +55,14 @@ class HandOffTransfer(Message):
 
     kind: Literal["hand_off_transfer"] = "hand_off_transfer"
     request_id: str
+
+
+class HandOffTokens(Message):
+    """``TransferAgent.hand_off`` of a rank that leads a dp group."""
+
+    kind: Literal["hand_off_tokens"] = "hand_off_tokens"
+    request_id: str
+    data: HandoffData
 
 
 class NoDecodeTransfer(Message):
@@ -112,6 +121,7 @@ TransferOperation = Annotated[
     | AnnounceTransfer
     | ShipTransfer
     | HandOffTransfer
+    | HandOffTokens
     | NoDecodeTransfer
     | PullTransfer
     | FoundTransfer

@@ -32,6 +32,8 @@ class ActiveRequest:
     disaggregated: bool = field(init=False)
     """Its first placement had a context leg."""
     leg_ids: list[str] = field(default_factory=list)
+    held: StartGenerate | None = None
+    """A generation leg whose source, one rank of the context worker, is not known yet."""
     open_legs: dict[tuple[str, Leg], Incarnation] = field(default_factory=dict)
     """Sent and not ended: where each runs."""
     waits_since_s: float = field(init=False)

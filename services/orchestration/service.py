@@ -75,7 +75,7 @@ from services.orchestration.stream import RequestStream, StreamControl
 from services.orchestration.worker_link import LinkTimings
 from transfer.identity import Incarnation
 from worker.config import WorkerAddress
-from worker.messages import Cancel, Leg, LegEnded, PrefixSource, StepOutput, Stop
+from worker.messages import Cancel, Leg, LegEnded, LegPlaced, PrefixSource, StepOutput, Stop
 
 logger = logging.getLogger(__name__)
 
@@ -237,6 +237,8 @@ class Orchestrator(GenerationService, ClusterListener, StreamControl):
         self._progress.observe(worker, output, self._now_s())
         if output.gauges is not None:
             self._workers.observe(worker, output.gauges)
+        for placed in output.placed:
+            self._leg_placed(worker, placed)
         for leg_id, report in reports_by_leg(worker, output):
             active = self._by_leg.get(leg_id)
             if active is not None:
@@ -249,6 +251,8 @@ class Orchestrator(GenerationService, ClusterListener, StreamControl):
         self._canary.workers_changed()
         for active in tuple(self._active.values()):
             active.worker_lost(worker, self._now_s())
+            if active.held is not None and active.held.worker == worker:
+                active.held = None
             self._feed(active, WorkerLost(worker))
 
     @override
@@ -328,7 +332,7 @@ class Orchestrator(GenerationService, ClusterListener, StreamControl):
             case StartGenerate():
                 self._start_generate(active, command)
             case CancelLegs():
-                self._send_if_up(command.worker, Cancel(request_id=command.leg_id))
+                self._cancel_legs(active, command)
             case StopChoice():
                 stop = Stop(request_id=command.leg_id, choice=command.choice, index=command.index)
                 self._send_if_up(command.worker, stop)
@@ -370,6 +374,8 @@ class Orchestrator(GenerationService, ClusterListener, StreamControl):
         link = None if holder is None else self._cluster.link(holder.worker)
         if holder is None or link is None or link.welcome is None:
             return None
+        if link.welcome.dp_size > 1:
+            return None  # which of its ranks has it is not known here
         return PrefixSource(peer=link.welcome.peer, tokens=holder.tokens)
 
     def _start_generate(self, active: ActiveRequest, command: StartGenerate) -> None:
@@ -379,9 +385,38 @@ class Orchestrator(GenerationService, ClusterListener, StreamControl):
         if link is None or (command.source is not None and welcome is None):
             self._report_unsent(active, command.worker, command.leg_id, "generation")
             return
+        if welcome is not None and welcome.dp_size > 1:
+            active.held = command  # until the context worker says which rank
+            return
         peer = None if welcome is None else welcome.peer
         link.send(active.generate_message(command, peer, self._now_s()))
         active.leg_sent(command.leg_id, "generation", command.worker, self._now_s())
+
+    def _leg_placed(self, worker: Incarnation, placed: LegPlaced) -> None:
+        """A context leg lives on one rank: the generation leg may begin."""
+        active = self._by_leg.get(placed.request_id)
+        held = None if active is None else active.held
+        if active is None or held is None:
+            return
+        if (held.leg_id, held.source) != (placed.request_id, worker):
+            return
+        active.held = None
+        link, source = self._cluster.link(held.worker), self._cluster.link(worker)
+        if link is None or source is None or source.welcome is None:
+            self._report_unsent(active, held.worker, held.leg_id, "generation")
+            return
+        rank = source.welcome.peer.ranks[placed.rank]
+        link.send(active.generate_message(held, rank, self._now_s()))
+        active.leg_sent(held.leg_id, "generation", held.worker, self._now_s())
+
+    def _cancel_legs(self, active: ActiveRequest, command: CancelLegs) -> None:
+        held = active.held
+        if held is not None and (held.leg_id, held.worker) == (command.leg_id, command.worker):
+            # It was never sent: it is over, and nobody else will say so.
+            active.held = None
+            self._report_unsent(active, held.worker, held.leg_id, "generation")
+            return
+        self._send_if_up(command.worker, Cancel(request_id=command.leg_id))
 
     def _report_unsent(
         self, active: ActiveRequest, worker: Incarnation, leg_id: str, leg: Leg

@@ -23,14 +23,15 @@ from tests.support.sim_engines import (
     prefill,
     random_prompt,
 )
+from worker.kv_balance import KvBalance
 from worker.messages import Cancel, PrefixSource, Stop
 
-SEEDS = 60
-BLOCK_OF_SEEDS = 30
+SEEDS = 40
+BLOCK_OF_SEEDS = 20
 REQUESTS = 20
 MUST_HAPPEN = {
     *("cached tokens", "preemptions", "pulls succeeded", "pulls declined", "pulls failed"),
-    *("deaths", "repairs", "stops", "cancellations"),
+    *("deaths", "repairs", "stops", "cancellations", "several"),
 }
 """In every block of seeds; longer lives cost more and show no more of it."""
 LONGEST = 48
@@ -74,6 +75,7 @@ class Life:
 
     def worker(self, name: str, groups: int) -> SimWorker:
         rng = self.rng
+        replicas, dp_size = rng.choice([(0, 1), (0, 1), (1, 1), (0, 2)])
         return self.world.worker(
             name,
             WorkerShape(
@@ -81,7 +83,9 @@ class Life:
                 max_batch_tokens=rng.choice([5, 16, 64]),
                 max_running=rng.choice([4, 8]),
                 max_sequence_tokens=LONGEST,
-                replicas=rng.choice([0, 0, 1]),
+                replicas=replicas,
+                dp_size=dp_size,
+                planner=rng.choice([None, KvBalance()]),
             ),
         )
 
@@ -118,7 +122,8 @@ class Life:
         others = [one for one in self.contexts + self.generations if one is not context]
         if not others or self.rng.random() < 0.4:
             return None
-        return PrefixSource(peer=self.rng.choice(others).address, tokens=LONGEST)
+        peer = self.rng.choice(self.rng.choice(others).address.ranks)
+        return PrefixSource(peer=peer, tokens=LONGEST)
 
     def generate(self, one: Asked, worker: SimWorker, **more: object) -> None:
         message = generate(
@@ -134,6 +139,7 @@ class Life:
 
     def cancel(self, one: Asked) -> None:
         one.cancelled = True
+        self.world.held.pop(one.name, None)
         for worker in (one.context, one.generation):
             if worker is not None:
                 self.world.send(worker, Cancel(request_id=one.name))
@@ -200,6 +206,9 @@ class Life:
         """Whether nobody works on a request that is not finished."""
         if not one.generation.alive:
             return True
+        if one.context is not None and not one.context.alive and one.name in self.world.held:
+            del self.world.held[one.name]  # nobody will say where its source is
+            return True
         name = one.generation.incarnation.instance
         heard = self.world.legs.get((name, "generation", one.name))
         return bool(heard and heard.ended and heard.ended[-1].outcome == "failed")
@@ -235,6 +244,7 @@ class Life:
     def tally(self) -> Counter[str]:
         """What has happened in it."""
         seen = Counter(
+            several=sum(bool(one.address.followers) for one in self.contexts + self.generations),
             deaths=sum(not one.alive for one in self.contexts + self.generations),
             repairs=sum(one.repairs for one in self.asked.values()),
             stops=sum(len(one.stopped) for one in self.asked.values()),

@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from tests.support.fake_ranks import FakeRanks
 from tests.support.fake_tokens import FAKE_VOCAB_SIZE, fake_token
 from tests.support.gauges import IDLE_GAUGES
 from transfer.auth import AuthenticationError, check_proof, mint_nonce, proof
@@ -79,6 +80,7 @@ class FakeScript:
     decode_gate: asyncio.Event | None = None
     """When set, output index 1 and after wait for it."""
     ready: bool = True
+    ranks: FakeRanks = field(default_factory=FakeRanks)
     warms: bool = True
     """Whether pairs that it is told to warm get connected."""
 
@@ -242,7 +244,8 @@ class FakeWorker:
             tokens_per_block=self._tokens_per_block,
             max_sequence_tokens=self._max_sequence_tokens,
             vocab_size=self._vocab_size,
-            peer=PeerAddress(incarnation=self.incarnation, host="127.0.0.1", control_port=1),
+            peer=self.script.ranks.peer(self.incarnation),
+            dp_size=self.script.ranks.size,
             transport="fake",
             kv_dtype="float32",
         )
@@ -392,6 +395,8 @@ class FakeWorker:
         return run, finish
 
     async def _context_leg(self, connection: _Connection, message: Prefill) -> None:
+        if placed := await self.script.ranks.place(message.request_id):
+            self._send(connection, StepOutput(placed=placed))
         cached = self._started(connection, message, "context")
         await asyncio.sleep(self.script.prefill_s)
         computed = len(message.tokens) // 4 - cached

@@ -91,6 +91,7 @@ class LaunchedService:
 
     def pid(self, instance: str) -> int:
         """Process of the newest incarnation of an instance."""
+        assert instance in self.pids, f"no line said that {instance} is up\n{self.tail()}"
         return self.pids[instance][-1]
 
     def kill(self, instance: str) -> int:

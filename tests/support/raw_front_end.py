@@ -63,6 +63,8 @@ class RawFrontEnd:
         self._task: asyncio.Task[None] | None = None
         self.welcome: Welcome | None = None
         self.choices: dict[tuple[str, int], RawChoice] = {}
+        self.placed: dict[str, int] = {}
+        """Rank of each context leg, where ranks have requests of their own."""
         self.started: dict[str, LegStarted] = {}
         self.ended: dict[str, list[LegEnded]] = {}
         self.gauges: WorkerGauges | None = None
@@ -119,6 +121,8 @@ class RawFrontEnd:
             self._changed.set()
 
     def _hear(self, output: StepOutput) -> None:
+        for placed in output.placed:
+            self.placed[placed.request_id] = placed.rank
         for started in output.started:
             self.started[started.request_id] = started
         for run in output.runs:

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.manager import UnifiedKVCacheManager
+from kvcache_core.ports import PageCopier
 from kvcache_core.spec import (
     BufferRole,
     BufferSpec,
@@ -24,14 +25,16 @@ from kvcache_core.spec import (
     KVCacheLayerSpec,
     recurrent_layer,
 )
-from tests.support.fake_executor import FakeExecutor, FakeMemory, fake_output
+from tests.support.fake_executor import FakeMemory, fake_output
 from tests.support.sim_network import SimNetwork, VirtualClock
+from tests.support.sim_ranks import DpFakeExecutor, SimRank
 from transfer.agent_events import AgentEvent
-from transfer.identity import Incarnation, PeerAddress
+from transfer.identity import Incarnation, PeerAddress, RankPort
 from transfer.wire import pack_ints, unpack_ints
+from worker.admission_planner import AdmissionPlanner
 from worker.demand import PageDemand
 from worker.engine import Engine, EngineLimits, EngineParts
-from worker.inbox import Command, FrontEndCommand, InboxItem
+from worker.inbox import Command, FrontEndCommand, InboxItem, RankReported
 from worker.interpreter import OnlyThread
 from worker.messages import (
     Generate,
@@ -96,6 +99,9 @@ class WorkerShape:
     max_running: int = 8
     max_sequence_tokens: int = 128
     replicas: int = 0
+    dp_size: int = 1
+    """Ranks with requests of their own, each of this size."""
+    planner: AdmissionPlanner | None = None
     quarantine_limit_blocks: int = 1000
     quarantine_grace_ms: int = 1000
     most_served_pulls: int = 4
@@ -146,14 +152,20 @@ class SimWorker(Output):
         self.world = world
         self.shape = shape
         self.incarnation = Incarnation.mint(name)
-        self.address = PeerAddress(incarnation=self.incarnation, host="sim", control_port=1)
+        self.rank = 0
+        self.address = PeerAddress(
+            incarnation=self.incarnation,
+            host="sim",
+            control_port=1,
+            followers=(RankPort(host="sim", control_port=1),) * (shape.dp_size - 1),
+        )
         self.alive = True
         self.paused = False
         """Its engine does not turn; what arrives waits."""
         slots = [shape.slots] * len(plan.pool_groups)
         hosted = [shape.host_slots] * len(plan.pool_groups)
 
-        def manager(memory: FakeMemory) -> UnifiedKVCacheManager:
+        def manager(memory: PageCopier) -> UnifiedKVCacheManager:
             return UnifiedKVCacheManager(plan, slots, memory, incarnation=name, host_slots=hosted)
 
         self.memory = FakeMemory(plan, slots, hosted)
@@ -167,7 +179,14 @@ class SimWorker(Output):
             else RankManager(self.manager)
         )
         self.transfers = world.network.join(self)
-        self.executor = FakeExecutor(plan, self.memory, vocab_size=VOCAB)
+        self.ranks = [
+            SimRank(self, rank, world.network, manager, FakeMemory(plan, slots, hosted))
+            for rank in range(1, shape.dp_size)
+        ]
+        """Behind this one, which leads."""
+        memories = [self.memory, *(rank.memory for rank in self.ranks)]
+        every = DpFakeExecutor(plan, memories, vocab_size=VOCAB)
+        self.executor = every.ranks[0]
         self.inbox: list[InboxItem] = []
         self.gauges: WorkerGauges | None = None
         self.gauges_seen: list[WorkerGauges] = []
@@ -177,10 +196,11 @@ class SimWorker(Output):
                 incarnation=self.incarnation,
                 manager=self.leader,
                 transfers=self.transfers,
-                executor=self.executor,
+                executor=every if self.ranks else self.executor,
                 output=self,
                 clock=world.clock,
                 demand=demand,
+                others=tuple(rank.parts for rank in self.ranks),
                 interpreter=CountedShares(),
             ),
             EngineLimits(
@@ -193,6 +213,7 @@ class SimWorker(Output):
                 quarantine_limit_blocks=shape.quarantine_limit_blocks,
                 quarantine_grace_ms=shape.quarantine_grace_ms,
                 pulls=PullLimits(least_tokens=BLOCK, most_served=shape.most_served_pulls),
+                planner=shape.planner,
                 demotion=shape.demotion,
                 state_alignment_tokens=shape.state_alignment_tokens,
             ),
@@ -201,6 +222,10 @@ class SimWorker(Output):
     def hear(self, event: AgentEvent) -> None:
         self.inbox.append(event)
 
+    def report(self, item: RankReported) -> None:
+        """What another rank says."""
+        self.inbox.append(item)
+
     def turn(self) -> bool:
         """One round of the engine loop."""
         items, self.inbox = self.inbox, []
@@ -208,8 +233,9 @@ class SimWorker(Output):
 
     @property
     def available(self) -> int:
-        """Free and evictable blocks."""
-        return self.manager.available_blocks()
+        """Free and evictable blocks of all ranks."""
+        behind = sum(rank.manager.available_blocks() for rank in self.ranks)
+        return self.manager.available_blocks() + behind
 
     @override
     def deliver(self, outputs: Sequence[tuple[int, StepOutput]]) -> None:
@@ -236,6 +262,7 @@ class SimWorld:
         """By worker, leg kind and request id."""
         self.choices: dict[tuple[str, int], Choice] = {}
         self.accepted: set[tuple[str, Leg, str]] = set()
+        self.held: dict[str, tuple[SimWorker, Generate, int]] = {}
 
     def worker(self, name: str, shape: WorkerShape | None = None) -> SimWorker:
         """Start a worker."""
@@ -244,7 +271,13 @@ class SimWorld:
         return worker
 
     def send(self, worker: SimWorker, message: Command, connection: int = 1) -> None:
-        """A message of the front end; it arrives a little later, in order."""
+        """A message of the front end; it arrives a little later, in order.
+
+        A leg whose source has several dp groups is sent when it is known which of them it is.
+        """
+        if isinstance(message, Generate) and message.source and message.source.followers:
+            self.held[message.request_id] = (worker, message, connection)
+            return
         if isinstance(message, Prefill | Generate):
             kind: Leg = "context" if isinstance(message, Prefill) else "generation"
             self.accepted.add((worker.incarnation.instance, kind, message.request_id))
@@ -253,6 +286,11 @@ class SimWorld:
     def hear(self, worker: SimWorker, output: StepOutput) -> None:
         """Put what a worker says together."""
         name = worker.incarnation.instance
+        for placed in output.placed:
+            if placed.request_id in self.held:
+                target, message, connection = self.held.pop(placed.request_id)
+                source = worker.address.ranks[placed.rank]
+                self.send(target, message.model_copy(update={"source": source}), connection)
         for started in output.started:
             self._leg(name, started.leg, started.request_id).started.append(started)
         for run in output.runs:
@@ -336,7 +374,12 @@ class SimWorld:
             if not worker.alive:
                 continue
             worker.manager.check()
-            assert worker.available == worker.shape.slots, worker.incarnation
+            for rank in worker.ranks:
+                rank.manager.check()
+                rank.books.check()
+                assert rank.books.available_blocks() == worker.shape.slots
+            expected_blocks = worker.shape.slots * worker.shape.dp_size
+            assert worker.available == expected_blocks, worker.incarnation
             assert worker.gauges is not None
             assert worker.gauges.running == worker.gauges.waiting == worker.gauges.suspended == 0
             assert worker.gauges.transfers_in_flight == worker.gauges.quarantined_blocks == 0

@@ -27,7 +27,7 @@ from transfer.context_session import ContextSession
 from transfer.costs import TransferCosts
 from transfer.deadlines import TransferLimits
 from transfer.generation_session import GenerationSession
-from transfer.identity import Incarnation, PeerAddress
+from transfer.identity import Incarnation, PeerAddress, RankId
 from transfer.lease import GroupBlocks, LeasedBlocks, TransferLease, views_of_groups
 from transfer.messages import Grant, HandoffData, Pull
 from transfer.outcome import PeerFate, PostStatus
@@ -84,6 +84,7 @@ class Node(Protocol):
     """A worker as the network sees it."""
 
     incarnation: Incarnation
+    rank: int
     memory: FakeMemory
     alive: bool
 
@@ -123,8 +124,8 @@ class SimNetwork:
         self._events: list[tuple[int, int, Callable[[], None]]] = []
         self._order = count()
         self._names = count(1)
-        self.members: dict[Incarnation, SimTransfers] = {}
-        self._last: dict[tuple[Incarnation, Incarnation], int] = {}
+        self.members: dict[RankId, SimTransfers] = {}
+        self._last: dict[tuple[RankId, RankId], int] = {}
         self.sends: dict[int, deque[_Post]] = {}
         self.receives: dict[int, deque[_Post]] = {}
         self.moved_slots = 0
@@ -132,7 +133,7 @@ class SimNetwork:
     def join(self, node: Node) -> SimTransfers:
         """Give a worker its transfers."""
         transfers = SimTransfers(self, node)
-        self.members[node.incarnation] = transfers
+        self.members[transfers.id] = transfers
         return transfers
 
     def name(self) -> int:
@@ -164,7 +165,7 @@ class SimNetwork:
         self, sender: SimTransfers, receiver: SimTransfers, action: Callable[[], None]
     ) -> None:
         """Deliver in order within a direction."""
-        key = (sender.node.incarnation, receiver.node.incarnation)
+        key = (sender.id, receiver.id)
         when = max(self._last.get(key, 0), self.clock.now + self.delay())
         self._last[key] = when
         self.at(when, action)
@@ -205,10 +206,9 @@ class SimNetwork:
     def kill(self, node: Node) -> None:
         """SIGKILL: it does nothing more, and its peers notice."""
         node.alive = False
-        dead = self.members[node.incarnation]
         for member in self.members.values():
             for end in list(member.ends.values()):
-                if end.peer is dead and member is not dead:
+                if end.peer.node.incarnation == node.incarnation != member.node.incarnation:
                     self.after(self.delay(), lambda e=end: self.lose(e, "killed"))  # type: ignore[misc]
 
     def lose(self, end: _End, reason: str) -> None:
@@ -236,7 +236,7 @@ class SimNetwork:
         node.alive = False
         for member in self.members.values():
             for end in list(member.ends.values()):
-                if end.peer.node is node and end.lost:
+                if end.peer.node.incarnation == node.incarnation and end.lost:
                     member.drive(end, PeerDied())
 
 
@@ -252,6 +252,15 @@ class SimTransfers(Transfers):
         self._views = views_of_groups(network.plan)
         self.refused: dict[str, tuple[str, ...]] = {}
         self.warm: tuple[PeerAddress, ...] = ()
+
+    @property
+    def id(self) -> RankId:
+        """Whose it is."""
+        return RankId(self.node.incarnation, self.node.rank)
+
+    def hand_off_pages(self, request_id: str) -> None:
+        """Every rank here leads its dp group."""
+        raise AssertionError(f"{request_id}: no rank hands off pages alone")
 
     @property
     @override
@@ -289,7 +298,7 @@ class SimTransfers(Transfers):
         deadline_ms: int,
     ) -> None:
         (source,) = sources
-        peer = self.network.members[source.incarnation]
+        peer = self.network.members[source.rank_id]
         name = f"s{self.network.name()}"
         plan = TransferPlan.between(peer.rank_info(), self.rank_info())
         session = GenerationSession(
@@ -362,7 +371,7 @@ class SimTransfers(Transfers):
         deadline_ms: int,
     ) -> None:
         (source,) = sources
-        peer = self.network.members[source.incarnation]
+        peer = self.network.members[source.rank_id]
         plan = TransferPlan.between(peer.rank_info(), self.rank_info())
         session = PullSession(
             request_id=request_id,

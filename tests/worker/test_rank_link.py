@@ -22,7 +22,7 @@ from worker.host import rank_process
 from worker.model.errors import ModelLoadError
 from worker.model.shard import Shard
 from worker.oplog import LogEntries, StepChecksum
-from worker.rank_facts import RankFact, RankHello, RankLeaseEnded, RankProgress
+from worker.rank_facts import GroupFact, RankHello, RankLeaseEnded, RankProgress
 from worker.rank_link import FollowerLink, LeaderLink, RankGone
 from worker.rank_meeting import RankMeeting
 from worker.transfer_log import CancelTransfer, KeepWarm, ShipTransfer
@@ -54,11 +54,11 @@ def test_the_log_goes_one_way_and_facts_the_other(links: tuple[FollowerLink, Lea
     to_follower, to_leader = links
     heard: list[LogEntries] = []
     to_follower.apply(ENTRIES)
-    facts: list[RankFact] = [
+    facts: list[GroupFact] = [
         RankProgress(request_id="r", word="granted"),
         RankLeaseEnded(lease=5),
     ]
-    reported: list[tuple[int, RankFact]] = []
+    reported: list[tuple[int, GroupFact]] = []
     to_leader.tell(facts[0])
     to_leader.tell(StepChecksum(step=4, checksum=9))
     to_leader.tell(facts[1])

@@ -20,11 +20,13 @@ from worker.admission_planner import AdmissionPlanner, Candidate, RankLoad
 from worker.config import WorkerConfig
 from worker.core import demotion_of, load_core
 from worker.hook_declarations import declared_hooks
+from worker.kv_balance import KvBalance
 from worker.runtime_hooks import (
     ALL_OFF,
     HybridCachePolicy,
     RuntimeHooks,
     manager_class,
+    planner_of,
     refuse_idle,
 )
 from worker.scheduler import Demotion
@@ -151,7 +153,6 @@ def test_s3_only_a_subclass_stands_in_for_the_managers_class() -> None:
 @pytest.mark.parametrize(
     ("hooks", "message"),
     [
-        (RuntimeHooks(kv_balanced_admission_planner=Planner()), "attention data parallelism"),
         (
             RuntimeHooks(hybrid_cache=HybridCachePolicy(low_priority_snapshot_prompt_len=9)),
             "hybrid_cache: expected a model with recurrent layers",
@@ -165,6 +166,18 @@ def test_s3_only_a_subclass_stands_in_for_the_managers_class() -> None:
 def test_hooks_that_nobody_would_ask_are_refused(hooks: RuntimeHooks, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         refuse_idle(hooks, fake_plan())
+
+
+def test_s4_a_planner_is_asked_where_ranks_have_requests_of_their_own() -> None:
+    shape = {"tensor_parallel_size": 2, "attention_dp_size": 2}
+    balanced = config(**shape, dp_admission="kv_balanced")
+    planner = Planner()
+    assert planner_of(RuntimeHooks(kv_balanced_admission_planner=planner), balanced) is planner
+    assert isinstance(planner_of(ALL_OFF, balanced), KvBalance)
+    for other in (config(**shape), config(dp_admission="kv_balanced")):
+        assert planner_of(ALL_OFF, other) is None
+        with pytest.raises(ValueError, match="attention data parallelism"):
+            planner_of(RuntimeHooks(kv_balanced_admission_planner=planner), other)
 
 
 def test_a_policy_for_states_is_taken_where_there_are_some() -> None:

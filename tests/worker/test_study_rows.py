@@ -24,6 +24,8 @@ UPLOADS = "kvcache_core/test_upload.py"
 STATES = "kvcache_core/test_core_rows_states.py"
 MANAGER = "kvcache_core/test_manager.py"
 PLANS = "worker/engine/test_scheduler.py"
+BALANCE = "worker/engine/test_kv_balance.py"
+DP_GROUPS = "worker/engine/test_dp_groups.py"
 PREEMPTION = "worker/engine/test_preemption.py"
 
 ROWS_OF_THE_ISSUE = {
@@ -63,8 +65,13 @@ ROWS = {
     ),
     "S4": Row(
         "a planner of KV-balanced admission",
-        ((HOOKS, "test_hooks_that_nobody_would_ask_are_refused"),),
-        "whoever asks it: attention data parallelism",
+        (
+            (HOOKS, "test_s4_a_planner_is_asked_where_ranks_have_requests_of_their_own"),
+            (BALANCE, "test_an_injected_planner_sees_its_window_in_order_of_arrival"),
+            (BALANCE, "test_without_a_plan_that_can_be_carried_out_all_are_placed_in_order"),
+            (BALANCE, "test_left_out_too_often"),
+            (DP_GROUPS, "test_a_planner_that_places_nobody_is_overruled"),
+        ),
     ),
     "S11": Row(
         "the profiled pools are those of the layout, draft groups included",
@@ -184,8 +191,10 @@ ROWS = {
     ),
     "B39": Row(
         "candidate_groups are [0, 0] where the queue is first come, first served",
-        (),
-        "see S4",
+        (
+            (BALANCE, "test_an_injected_planner_sees_its_window_in_order_of_arrival"),
+            (DP_GROUPS, "test_a_planner_that_places_nobody_is_overruled"),
+        ),
     ),
     "B41": Row(
         "who gave its pages back must be admitted anew",

@@ -19,6 +19,7 @@ from worker.model.families import ModelFacts
 from worker.model.heads import Angles, HeadRows, Placing, TorchPlacing
 from worker.model.products import MakeProduct, Product, RowNorm, fused, make_product
 from worker.model.rank_sum import RankSum, summed
+from worker.model.row_exchange import RowExchange
 
 FUSED_FAMILIES: Final = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
@@ -38,6 +39,8 @@ class FusedLayer:
     gate_up: Product
     down: Product
     activation: Any
+    rows: RowExchange
+    """Around the MLP."""
     scale: float
 
 
@@ -71,8 +74,13 @@ class FusedDecoder:
         self._rotary = model.rotary_emb
         self._facts = facts
         self._placing = parts.placing(eps)
+        last = len(model.layers) - 1
         self._layers = tuple(
-            _fused_layer(layer, _Shared(index, facts, eps, parts.product, ranks))
+            _fused_layer(
+                layer,
+                _Shared(index, facts, eps, parts.product, ranks),
+                ranks.drawn_rows if index == last else ranks.layer_rows,
+            )
             for index, layer in enumerate(model.layers)
         )
         self.norm = RowNorm(model.norm.weight, eps)
@@ -118,9 +126,9 @@ class FusedDecoder:
 
 def _mixed(layer: FusedLayer, hidden: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     """The rest of a layer, row by row."""
-    hidden = layer.output.added_to(hidden, found)
+    hidden = layer.rows.gathered(layer.output.added_to(hidden, found))
     gated = layer.gate_up.gated(hidden, layer.mlp_norm, layer.activation)
-    return layer.down.added_to(hidden, gated)
+    return layer.rows.own(layer.down.added_to(hidden, gated))
 
 
 @dataclass(frozen=True)
@@ -134,7 +142,7 @@ class _Shared:
     ranks: RankSum
 
 
-def _fused_layer(layer: Any, given: _Shared) -> FusedLayer:
+def _fused_layer(layer: Any, given: _Shared, rows: RowExchange) -> FusedLayer:
     index, facts, eps, make = given.index, given.facts, given.eps, given.make
     attention, mlp = layer.self_attn, layer.mlp
     head_norm = None
@@ -150,10 +158,16 @@ def _fused_layer(layer: Any, given: _Shared) -> FusedLayer:
         input_norm=RowNorm(layer.input_layernorm.weight, eps),
         qkv=fused((attention.q_proj, attention.k_proj, attention.v_proj), make),
         head_norm=head_norm,
-        output=summed(fused((attention.o_proj,), make), given.ranks),
+        output=_whole_heads(fused((attention.o_proj,), make), given.ranks),
         mlp_norm=RowNorm(layer.post_attention_layernorm.weight, eps),
         gate_up=fused((mlp.gate_proj, mlp.up_proj), make),
         down=summed(fused((mlp.down_proj,), make), given.ranks),
         activation=mlp.act_fn,
+        rows=rows,
         scale=attention.scaling,
     )
+
+
+def _whole_heads(product: Product, ranks: RankSum) -> Product:
+    """Attention's product, summed where ranks share the heads."""
+    return product if ranks.shard.attention.size == 1 else summed(product, ranks)

@@ -16,7 +16,8 @@ from worker.model.fused import FUSED_FAMILIES, TORCH_PARTS, FusedDecoder, LayerP
 from worker.model.loader import LoadedModel
 from worker.model.products import head
 from worker.model.rank_sum import SummedModule
-from worker.model.shard import SUMMED
+from worker.model.row_exchange import GatheredModule
+from worker.model.shard import MLP, SUMMED
 
 
 class Network(Protocol):
@@ -45,6 +46,8 @@ class PlainModel(Network):
         self._module = loaded.module
         if loaded.ranks.shard.size > 1:
             _add_up_rows(loaded)
+        if loaded.ranks.shard.dp_size > 1:
+            _gather_rows(loaded)
         self._vocab_size = loaded.vocab_size
 
     @override
@@ -77,6 +80,13 @@ def _add_up_rows(loaded: LoadedModel) -> None:
     for name in rows:
         part = loaded.module.get_submodule(name)
         loaded.module.set_submodule(name, SummedModule(part, loaded.ranks))
+
+
+def _gather_rows(loaded: LoadedModel) -> None:
+    """Have every MLP of transformers compute the rows of all ranks."""
+    for layer in loaded.module.base_model.layers:
+        mlp = layer.get_submodule(MLP)
+        layer.set_submodule(MLP, GatheredModule(mlp, loaded.ranks.layer_rows))
 
 
 class FusedModel(Network):

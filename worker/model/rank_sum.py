@@ -1,4 +1,5 @@
-"""Sums over the ranks of an instance: the only thing that ranks say to each other in a forward.
+"""Sums over the ranks of an instance: all that ranks say to each other in a forward, but for rows
+that attention data parallelism gathers (:mod:`worker.model.row_exchange`).
 
 All ranks make the same calls in the same order. On a device the sum is queued on the current
 stream, so that it can be captured with the kernels around it.
@@ -7,7 +8,7 @@ stream, so that it can be captured with the kernels around it.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import distributed
@@ -16,6 +17,7 @@ from torch.nn import Module
 from typing_extensions import override
 
 from worker.model.products import Product
+from worker.model.row_exchange import OWN_ROWS, RowExchange
 from worker.model.shard import Shard
 
 
@@ -30,6 +32,16 @@ class RankSum(Protocol):
         """The sum of all ranks' ``partial``, contiguous and of equal shape and dtype, which is
         overwritten and returned. Equal on all ranks to the last bit.
         """
+
+    @property
+    def layer_rows(self) -> RowExchange:
+        """What becomes of a step's rows around an MLP."""
+        return OWN_ROWS
+
+    @property
+    def drawn_rows(self) -> RowExchange:
+        """The same where only rows with wanted logits are left."""
+        return OWN_ROWS
 
 
 class OnlyRank(RankSum):
@@ -55,7 +67,7 @@ class GroupSum(RankSum):
     @classmethod
     def join(
         cls, store: Store, shard: Shard, device: torch.device, host: str, timeout_s: float
-    ) -> GroupSum:
+    ) -> Self:
         """Meet the other ranks: over gloo on a CPU, where it listens on ``host`` alone, over NCCL
         on CUDA devices. No sum waits longer than ``timeout_s`` for another rank. Once this
         returns no rank needs the store any more.

@@ -19,6 +19,7 @@ from kvcache_core.storage.types import TORCH_TYPES
 from worker.model.backend import BackendMaker, PagedLayers, backend_of
 from worker.model.decode import DecodeRunner
 from worker.model.errors import AttentionInputError
+from worker.model.idle_step import IdleStep
 from worker.model.loader import LoadedModel
 from worker.model.networks import Network, network_of
 from worker.model.step import SequenceSlice, check_batch, order
@@ -67,6 +68,7 @@ class ModelRunner:
                     f"for the model, got {pages.dtype} on {storage.device}"
                 )
         self._device = loaded.device
+        self._idle = IdleStep([storage.kv(spec.layer_id) for spec in loaded.specs])
         self._geometries = layers.geometries
         self._backend = backend(layers)
         self._decode = None if decoding is None else decoding(layers)
@@ -100,6 +102,14 @@ class ModelRunner:
             context,
             rows,
         )
+
+    @torch.inference_mode()
+    def idle(self) -> torch.Tensor:
+        """Go through the layers with one row of no sequence, because other ranks go through theirs.
+        No page is read or written. Returns no logits: float32 ``[0, vocab_size]``.
+        """
+        nothing = torch.zeros(1, dtype=torch.int64, device=self._device)
+        return self._network(nothing, nothing, self._idle, nothing[:0])
 
     @staticmethod
     def _logit_rows(

@@ -4,7 +4,8 @@ transformers' plan is read as a table of names. A column-parallel matrix is cut 
 row-parallel one by inputs; the sum of all ranks' row-parallel products is the whole product. Every
 expert of a mixture is cut so, and their weighted sum is added up. Everything else, routers too, is
 on every rank. Query heads stay with the kv heads they attend over; where ranks exceed the kv heads,
-neighbouring ranks hold the same one.
+neighbouring ranks hold the same one. Under attention data parallelism every rank has all of
+attention, and the MLPs alone are cut.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from worker.model.pageable import Configuration
 KV_PROJECTIONS: Final = frozenset({"k_proj", "v_proj"})
 NUMBER: Final = re.compile(r"\.\d+\.")
 """Of a layer or an expert."""
+ATTENTION: Final = "self_attn"
+MLP: Final = "mlp"
+"""Names of a layer's two parts."""
 
 EXPERTS_SIZE: Final = "moe_intermediate_size"
 INNER_SIZES: Final = ("intermediate_size", EXPERTS_SIZE)
@@ -57,14 +61,25 @@ EXPERT_CUTS: Final = {"gate_proj": Cut.COLUMN, "up_proj": Cut.COLUMN, "down_proj
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rank ``rank`` of the ``size`` ranks that share every layer."""
+    """Rank ``rank`` of the ``size`` ranks that share every layer; of the layers' attention
+    ``size / dp_size`` of them share the heads.
+    """
 
     rank: int = 0
     size: int = 1
+    dp_size: int = 1
+    """1, or ``size``: then each rank is a dp group of its own."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
             raise ValueError(f"expected a rank below {self.size}, got {self.rank}")
+        if self.dp_size not in (1, self.size):
+            raise ValueError(f"dp_size: expected 1 or {self.size}, got {self.dp_size}")
+
+    @property
+    def attention(self) -> Shard:
+        """The part of the heads."""
+        return self if self.dp_size == 1 else Shard()
 
     def kv_heads(self, total: int) -> range:
         """The kv heads of this rank, of ``total``; one that others have too where ranks exceed
@@ -97,13 +112,15 @@ class ShardPlan:
                     f"{facts.family}: transformers' plan does not share its experts out; use "
                     "tensor_parallel_size 1"
                 )
+        if shard.dp_size > 1:
+            _check_places(facts.family, self._cuts)
 
     def facts(self) -> ModelFacts:
         """The model as this rank holds it: its heads alone."""
         return replace(
             self._facts,
-            num_heads=self._facts.num_heads // self.shard.size,
-            num_kv_heads=len(self.shard.kv_heads(self._facts.num_kv_heads)),
+            num_heads=self._facts.num_heads // self.shard.attention.size,
+            num_kv_heads=len(self.shard.attention.kv_heads(self._facts.num_kv_heads)),
         )
 
     def configuration(self) -> Configuration:
@@ -118,6 +135,8 @@ class ShardPlan:
 
     def cut_of(self, name: str) -> Cut:
         """How the module or weight of this name (``model.layers.0.mlp.up_proj.weight``) is cut."""
+        if f".{ATTENTION}." in name and self.shard.attention.size == 1:
+            return Cut.WHOLE
         module = name.removesuffix(".weight").removesuffix(".bias").removeprefix("model.")
         return self._cuts.get(_as_in_table(NUMBER.sub(".*.", module)), Cut.WHOLE)
 
@@ -185,6 +204,19 @@ def _cuts(family: str, plan: Mapping[str, str] | None) -> dict[str, Cut]:
     return cuts
 
 
+def _check_places(family: str, cuts: Mapping[str, Cut]) -> None:
+    """Raises ModelLoadError for shared weights of which is not known whether rows are gathered
+    around them.
+    """
+    inside = tuple(f".{name}." for name in (ATTENTION, MLP))
+    others = sorted(name for name in cuts if not any(part in name for part in inside))
+    if others:
+        raise ModelLoadError(
+            f"{family}: expected shared weights in {ATTENTION} and {MLP} alone, got "
+            f"{', '.join(others)}; use attention_dp_size 1"
+        )
+
+
 def _as_in_table(name: str) -> str:
     for written, meant in IN_FILES.items():
         if meant.endswith("."):
@@ -200,17 +232,20 @@ def _inner_sizes(configuration: Configuration) -> dict[str, int]:
 
 def _check(shard: Shard, facts: ModelFacts, inner: Mapping[str, int]) -> None:
     """Raises ModelLoadError with everything that does not divide."""
-    size = shard.size
+    size, heads = shard.size, shard.attention.size
     wrong = [
         f"{name} {value}"
-        for name, value in {"num_attention_heads": facts.num_heads, **inner}.items()
-        if value % size
+        for name, value, ranks in (
+            ("num_attention_heads", facts.num_heads, heads),
+            *((name, value, size) for name, value in inner.items()),
+        )
+        if value % ranks
     ]
     kv_heads = facts.num_kv_heads
-    if kv_heads % size and size % kv_heads:
+    if kv_heads % heads and heads % kv_heads:
         wrong.append(f"num_key_value_heads {kv_heads} (neither a multiple nor a divisor)")
     if wrong:
         raise ModelLoadError(
             f"{facts.family} cannot be shared out among {size} ranks: {', '.join(wrong)}; choose "
-            "another tensor_parallel_size"
+            f"another {'tensor_parallel_size' if shard.dp_size == 1 else 'attention_dp_size'}"
         )

@@ -54,6 +54,27 @@ def test_ranks_share_what_instances_would() -> None:
     ]
 
 
+def test_ranks_with_whole_attention() -> None:
+    machine = Machine(cores=8, available_bytes=16 * GIB)
+    shared = config(context_attention_dp_size=2, generation_tensor_parallel_size=2)
+    plans = plan_instances(shared, machine, weights_bytes=GIB)
+    shapes = [(p.name, p.tensor_parallel_size, p.attention_dp_size) for p in plans]
+    assert shapes == [("context-0", 2, 2), ("generation-0", 2, 1)]
+    gpus = tuple(Gpu(name="H", free_bytes=100 * GIB) for _ in range(4))
+    machine = Machine(cores=8, available_bytes=16 * GIB, gpus=gpus)
+    plan_instances(config(tensor_parallel_size=2), machine, weights_bytes=120 * GIB)
+    with pytest.raises(ConfigError, match="got 0 B for 4 instances"):
+        plan_instances(config(attention_dp_size=2), machine, weights_bytes=120 * GIB)
+    # Each rank of the first has all heads of its requests, of the second half of them.
+    tight = config(
+        context_attention_dp_size=2, generation_tensor_parallel_size=2, kv_cache_bytes=3 << 20
+    )
+    plans = plan_instances(tight, machine, weights_bytes=GIB)
+    check_cache_holds_a_step(tight, plans[1:], 4096)
+    with pytest.raises(ConfigError, match="expected at least 4"):
+        check_cache_holds_a_step(tight, plans, 4096)
+
+
 def test_every_rank_has_a_gpu_of_its_own() -> None:
     gpus = tuple(Gpu(name="H", free_bytes=100 * GIB) for _ in range(4))
     machine = Machine(cores=8, available_bytes=16 * GIB, gpus=gpus)

@@ -19,7 +19,7 @@ from worker.inbox import Inbox, Shutdown
 from worker.leases import LeaseBook
 from worker.messages import SamplingParams
 from worker.oplog import LOG_CODEC, GrowSequence, LogEntries, RanksDiverged
-from worker.ports import Slice
+from worker.ports import Slice, StepRows
 from worker.ranks import RankManager
 from worker.recording import LeaderManager
 from worker.remembered import Remembered
@@ -31,6 +31,9 @@ from worker.requests import (
     SequenceState,
     TokenList,
 )
+
+ROWS = StepRows((), ())
+"""Of no interest where ranks share all of them."""
 
 
 def test_every_state_can_end_and_the_end_is_final() -> None:
@@ -135,12 +138,12 @@ def test_a_follower_that_differs_is_noticed_a_step_late() -> None:
     cache = leader.open(SCOPE, tokens, max_match=5)
     assert cache.grow(6)
     step = [Slice(cache.name, tokens, 0, cache.block_tables(), ())]
-    leader.run_step(1, step)
+    leader.run_step(1, step, ROWS)
     assert np.array_equal(replica.tables(cache.name)[0], cache.block_tables()[0])
     moved = (cache.block_tables()[0] + 1,)
-    leader.run_step(2, [Slice(cache.name, tokens, 0, moved, ())])
+    leader.run_step(2, [Slice(cache.name, tokens, 0, moved, ())], ROWS)
     with pytest.raises(RanksDiverged, match="step 2"):
-        leader.run_step(3, step)
+        leader.run_step(3, step, ROWS)
 
 
 def test_a_follower_notices_gaps_and_other_outcomes() -> None:
@@ -149,7 +152,7 @@ def test_a_follower_notices_gaps_and_other_outcomes() -> None:
         replica.apply(LogEntries(first_number=2, operations=()))
     leader = LeaderManager(pages(), [replica])
     cache = leader.open(SCOPE, np.arange(6, dtype=np.int32), max_match=5)
-    leader.run_step(1, [])
+    leader.run_step(1, [], ROWS)
     wrong = GrowSequence(sequence=cache.name, capacity=8, granted=False)
     with pytest.raises(RanksDiverged, match="the leader got False, this rank True"):
         replica.apply(LogEntries(first_number=3, operations=(wrong,)))
