@@ -55,6 +55,8 @@ class Desk:
     outbox: Outbox = field(default_factory=Outbox)
     counters: Counters = field(default_factory=Counters)
     next_key: int = 0
+    departing: dict[int, Sequence] = field(default_factory=dict)
+    """Finished sequences whose pages steps under way still touch."""
 
     def add_sequence(
         self,
@@ -72,17 +74,35 @@ class Desk:
         return sequence
 
     def finish(self, sequence: Sequence) -> None:
-        """Nothing more is wanted: verified tokens stay in the prefix tree, the pages go back."""
+        """Nothing more is wanted: verified tokens stay in the prefix tree, the pages go back once
+        no step touches them any more.
+        """
         computing = sequence.state is SequenceState.RUNNING
         sequence.enter(SequenceState.FINISHED)
-        if sequence.cache is not None:
+        if sequence.under_way:
+            self.departing[sequence.key] = sequence
+        else:
             if computing:
                 self.commit(sequence)
-            sequence.cache.close()
-            sequence.cache = None
+            self._close(sequence)
         del self.sequences[sequence.key]
         del sequence.leg.sequences[sequence.key]
         self.let_go(sequence)
+
+    def touched(self, sequence: Sequence) -> None:
+        """A step that computed for the sequence is over; ``under_way`` says what is left."""
+        if sequence.rebased is not None:
+            self.manager.release(sequence.rebased)
+            sequence.rebased = None
+        if not sequence.under_way and self.departing.pop(sequence.key, None) is not None:
+            self.commit(sequence)
+            self._close(sequence)
+
+    @staticmethod
+    def _close(sequence: Sequence) -> None:
+        if sequence.cache is not None:
+            sequence.cache.close()
+            sequence.cache = None
 
     def let_go(self, sequence: Sequence) -> None:
         """What was held back by this sequence may start."""
@@ -92,10 +112,20 @@ class Desk:
         sequence.holds_back.clear()
 
     def commit(self, sequence: Sequence) -> None:
-        """Enter everything final into the prefix tree."""
+        """Enter everything final into the prefix tree.
+
+        Where the tree has a block already, the sequence goes on with the tree's pages; its own stay
+        with it while a step reads them.
+        """
         cache = sequence.cache
-        if cache is not None and cache.committed < cache.history:
-            cache.commit(sequence.tokens.span(cache.committed, cache.history))
+        if cache is None or cache.committed >= cache.history:
+            return
+        if sequence.under_way:
+            block = self.demand.tokens_per_block
+            first, end = cache.committed // block, cache.history // block
+            if first < end:
+                sequence.rebased = cache.lease(first, end)
+        cache.commit(sequence.tokens.span(cache.committed, cache.history))
 
     def start(self, leg: LegRecord, cached_tokens: int, host_tokens: int) -> None:
         """Tell once what the cache held of the prompt, and count how much of it lay on the host."""
@@ -191,11 +221,11 @@ class Desk:
 
     def draws(self, sequence: Sequence) -> tuple[Draw, ...]:
         """What to draw from the logits of the sequence's last token, one draw a choice."""
-        leg, length = sequence.leg, len(sequence.tokens)
+        leg, known = sequence.leg, len(sequence.tokens)
         prompt, sampling, stop = leg.prompt, leg.sampling, leg.stop
-        index = length - len(prompt)
+        index = known + sequence.draws_under_way - len(prompt)
         banned = stop.stop_token_ids if index < stop.min_tokens else ()
-        output: npt.NDArray[np.int32] = sequence.tokens.span(len(prompt), length)
+        output: npt.NDArray[np.int32] = sequence.tokens.span(len(prompt), known)
         return tuple(
             [Draw(sampling, choice, index, prompt, output, banned) for choice in sequence.choices]
         )

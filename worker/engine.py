@@ -1,8 +1,10 @@
-"""The one loop of a worker: drain the inbox, admit, compute one step, commit, tell the front ends.
+"""The one loop of a worker: drain the inbox, admit, launch a step, take the results of one, commit,
+tell the front ends.
 
 The engine thread owns every leg, sequence, page and the model. It has no role of its own: context
-and generation legs run in the same steps. With nothing to do it sleeps on the inbox until a message
-or the next deadline.
+and generation legs run in the same steps. Where the executor lets two steps be under way, the
+results taken are those of the step before the one just launched. With nothing to do it sleeps on
+the inbox until a message or the next deadline.
 """
 
 from __future__ import annotations
@@ -45,9 +47,10 @@ from worker.ports import (
 )
 from worker.prefix_waits import PrefixWaits
 from worker.prefixes import PullLimits
-from worker.requests import Sequence
+from worker.requests import Sequence, SequenceState
 from worker.scheduler import Demotion
 from worker.served_pulls import ServedPulls
+from worker.steps import StepsUnderWay
 from worker.survey import Survey
 
 GAUGES_EVERY_MS = 100
@@ -113,6 +116,7 @@ class Engine:
             limits.demotion,
         )
         self._roles = {"context": context, "generation": generation}
+        self._steps = StepsUnderWay(self._desk, parts.executor)
         self._stopped: str | None = None
         self._doubtful_since_ms: int | None = None
         self._gauges: WorkerGauges | None = None
@@ -147,6 +151,8 @@ class Engine:
         self._watch_quarantine()
         if self._stopped is not None:
             self._fail_everything(self._stopped)
+            while self._steps:
+                self._take_results()
         progress = self._stopped is None and self._advance()
         self._parts.manager.flush()
         self._parts.output.deliver(self._desk.outbox.take())
@@ -168,21 +174,30 @@ class Engine:
     def _advance(self) -> bool:
         legs = len(self._desk.legs)
         moved = self._board.admit()
-        batch = self._board.step()
-        if not batch:
+        batch = self._plan_step()
+        if batch:
+            self._desk.counters.steps += 1
+            self._parts.manager.run_step(self._desk.counters.steps, [part for _, part in batch])
+            self._steps.launch(batch)
+        if self._steps and (not batch or len(self._steps) >= self._parts.executor.depth):
+            self._take_results()
+        elif not batch:
             return moved or len(self._desk.legs) < legs  # one that ended left pages to others
-        self._desk.counters.steps += 1
-        slices = [part for _, part in batch]
-        self._parts.manager.run_step(self._desk.counters.steps, slices)
-        results = self._parts.executor.execute(slices)
-        for (sequence, part), result in zip(batch, results, strict=True):
-            self._computed(sequence, part, result)
         return True
+
+    def _plan_step(self) -> list[tuple[Sequence, Slice]]:
+        if not self._steps:
+            return self._board.step()
+        return self._board.step_ahead() if self._steps.can_go_ahead else []
+
+    def _take_results(self) -> None:
+        for sequence, part, result in self._steps.take():
+            self._computed(sequence, part, result)
 
     def _computed(self, sequence: Sequence, part: Slice, result: SliceResult) -> None:
         leg = sequence.leg
-        if leg.ended:
-            return  # another slice of the same leg failed in this step
+        if sequence.state is SequenceState.FINISHED:
+            return  # what nobody wants any more
         if isinstance(result, RowFailed):
             ending = Ending("failed", "bad_logits", result.reason, retryable=True)
             self._desk.end(leg, ending)
@@ -194,9 +209,11 @@ class Engine:
         else:
             leg.prefill_tokens += len(part.tokens)
             self._desk.counters.prefill_tokens += len(part.tokens)
-        sequence.last_step = self._desk.counters.steps
         sequence.cache.advance(part.start + len(part.tokens))
         self._commit(sequence)
+        if len(part.draws) > len(sequence.choices):  # the front end has stopped some since
+            pairs = zip(part.draws, result, strict=True)
+            result = tuple(drawn for draw, drawn in pairs if draw.choice in sequence.choices)
         self._roles[leg.kind].computed(sequence, result)
 
     def _commit(self, sequence: Sequence) -> None:

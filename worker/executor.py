@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from worker.following import Partner
 from worker.model.runner import ModelRunner, SequenceSlice
-from worker.ports import Draw, Drawn, Executor, RowFailed, Slice, SliceResult
+from worker.ports import Draw, Drawn, EndedStep, Executor, RowFailed, Slice, SliceResult
 from worker.sampling import Sampled, SampleRow, SamplingFailed, sample
 
 
@@ -24,8 +24,16 @@ class ModelExecutor(Executor, Partner):
         self._runner = runner
         self._device = device
 
+    @property
     @override
-    def execute(self, slices: Sequence[Slice]) -> list[SliceResult]:
+    def depth(self) -> int:
+        return 1
+
+    @override
+    def launch(self, slices: Sequence[Slice]) -> EndedStep:
+        return EndedStep(self._results(slices))
+
+    def _results(self, slices: Sequence[Slice]) -> list[SliceResult]:
         logits = self._forward(slices, [bool(part.draws) for part in slices])
         drawing = [part for part in slices if part.draws]
         rows = [_row(draw) for part in drawing for draw in part.draws]

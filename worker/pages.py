@@ -8,6 +8,9 @@ empty: only a chunk of the very next step may take them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
 
 from worker.context import ContextRole
 from worker.desk import Desk, Ending
@@ -26,6 +29,9 @@ from worker.scheduler import (
     plan_step,
 )
 from worker.survey import LEG_PHASES, RECEIVING, Survey
+
+UNKNOWN: Final = np.zeros(1, dtype=np.int32)
+"""In place of a token that is being drawn."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -111,18 +117,38 @@ class PageBoard:
     def _role(self, leg: LegRecord) -> Role:
         return self.context if leg.kind == "context" else self.generation
 
-    def step(self) -> list[tuple[Sequence, Slice]]:
-        """Choose the chunks of the next step and get their pages."""
+    def step_ahead(self) -> list[tuple[Sequence, Slice]]:
+        """The next step, while one is under way. Empty where it would have to take pages from
+        somebody: that waits until nobody's pages are touched.
+        """
         rows = self.survey.rows()
         if not rows:
             return []
         plan = plan_step(rows, self._limits())
-        for key in plan.demoted:
-            self.desk.sequences[key].demoted_steps += 1
+        chunks = [(self.desk.sequences[chunk.key], chunk.tokens) for chunk in plan.chunks]
+        if not all(
+            self._has_pages(sequence, tokens) or self._grow(sequence, tokens, [])
+            for sequence, tokens in chunks
+        ):
+            return []
+        self._count_demoted(plan)
+        return [(sequence, self._slice(sequence, tokens)) for sequence, tokens in chunks]
+
+    def step(self) -> list[tuple[Sequence, Slice]]:
+        """Choose the chunks of the next step and get their pages, while none is under way."""
+        rows = self.survey.rows()
+        if not rows:
+            return []
+        plan = plan_step(rows, self._limits())
+        self._count_demoted(plan)
         batch = self._allocate(plan)
         if not batch:
             self._check_progress(plan)
         return [(sequence, self._slice(sequence, tokens)) for sequence, tokens in batch]
+
+    def _count_demoted(self, plan: StepPlan) -> None:
+        for key in plan.demoted:
+            self.desk.sequences[key].demoted_steps += 1
 
     def _allocate(self, plan: StepPlan) -> list[tuple[Sequence, int]]:
         victims = list(plan.victims)
@@ -141,14 +167,14 @@ class PageBoard:
 
     def _has_pages(self, sequence: Sequence, tokens: int) -> bool:
         cache = sequence.cache
-        return cache is not None and cache.history + tokens <= cache.capacity
+        return cache is not None and sequence.next_position + tokens <= cache.capacity
 
     def _grow(self, sequence: Sequence, tokens: int, victims: list[int]) -> bool:
         """Pages for the next ``tokens`` tokens, if need be those of younger sequences."""
         assert sequence.cache is not None
         # Whole blocks, so that the manager is asked once a block and not once a token.
         block = self.desk.demand.tokens_per_block
-        capacity = self.desk.demand.blocks(sequence.cache.history + tokens) * block
+        capacity = self.desk.demand.blocks(sequence.next_position + tokens) * block
         while not sequence.cache.grow(capacity):
             while victims and self._gone(victims[0]):
                 victims.pop(0)
@@ -196,8 +222,8 @@ class PageBoard:
         return True
 
     def _pages_may_come(self) -> bool:
-        """Whether a transfer holds pages."""
-        return bool(self.desk.leases.outstanding) or any(
+        """Whether a transfer holds pages, or a step those of a finished sequence."""
+        return bool(self.desk.leases.outstanding or self.desk.departing) or any(
             leg.state in RECEIVING for leg in self.desk.legs
         )
 
@@ -222,7 +248,10 @@ class PageBoard:
     def _slice(self, sequence: Sequence, tokens: int) -> Slice:
         cache, known = sequence.cache, sequence.tokens
         assert cache is not None
-        start = cache.history
+        start = sequence.next_position
         end = start + tokens
-        draws = self.desk.draws(sequence) if end == len(known) else ()
-        return Slice(cache.name, known.span(start, end), start, cache.block_tables(), draws)
+        draws = self.desk.draws(sequence) if end == sequence.length else ()
+        tables = cache.block_tables()
+        if end > len(known):
+            return Slice(cache.name, UNKNOWN, start, tables, draws, sequence.feed)
+        return Slice(cache.name, known.span(start, end), start, tables, draws)

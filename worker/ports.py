@@ -246,6 +246,10 @@ class Slice(NamedTuple):
     """Slot of each block, one array a layer group; -1 where stale."""
     draws: tuple[Draw, ...]
     """Drawn from the logits of its last token; empty for a chunk before the end."""
+    feed: int | None = None
+    """Of a step launched while the one before it is under way: the one token is what that step
+    draws as number ``feed`` of all its draws in order, and ``tokens`` says nothing.
+    """
 
 
 class Drawn(NamedTuple):
@@ -265,13 +269,43 @@ class RowFailed:
 SliceResult = tuple[Drawn, ...] | RowFailed
 
 
+class LaunchedStep(Protocol):
+    """A step that is under way."""
+
+    def wait(self) -> list[SliceResult]:
+        """One result a slice, in order, once KV of all its slices is final in the pages' memory.
+        Called once. Raises only when the worker as a whole is unusable.
+        """
+
+
 class Executor(Protocol):
-    """Model and sampler. When ``execute`` returns, KV of all slices is final in the pages'
-    memory.
+    """Model and sampler. Steps, and copies of pages, take effect in the order of the calls; only
+    what a peer writes or reads has no place in it.
     """
 
+    @property
+    def depth(self) -> int:
+        """Steps that may be under way at once: 2 where a step may begin before the results of the
+        one before it are there, else 1.
+        """
+
+    def launch(self, slices: Sequence[Slice]) -> LaunchedStep:
+        """Begin a step. ``slices`` have been read when this returns; their tables may change."""
+
     def execute(self, slices: Sequence[Slice]) -> list[SliceResult]:
-        """One result a slice, in order. Raises only when the worker as a whole is unusable."""
+        """Begin a step and wait for it."""
+        return self.launch(slices).wait()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class EndedStep(LaunchedStep):
+    """A step that was over when it was launched."""
+
+    results: list[SliceResult]
+
+    @override
+    def wait(self) -> list[SliceResult]:
+        return self.results
 
 
 class Output(Protocol):

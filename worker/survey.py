@@ -43,17 +43,20 @@ class Survey:
     """Key and available slots of the last look that found nothing to share."""
 
     def rows(self) -> list[Row]:
-        """Running sequences; each has at least one token to compute."""
+        """Running sequences that have at least one token to compute; its value may be the business
+        of a step under way.
+        """
         return [
             Row(
                 sequence.key,
                 sequence.arrival,
-                len(sequence.tokens) - sequence.computed,
+                sequence.length - sequence.next_position,
                 sequence.last_step,
                 sequence.demoted_steps,
             )
             for sequence in self.desk.sequences.values()
             if sequence.state is SequenceState.RUNNING
+            and (not sequence.draws_under_way or sequence.feed is not None)
         ]
 
     def running_rows(self) -> int:

@@ -30,7 +30,7 @@ BLOCK_OF_SEEDS = 30
 REQUESTS = 20
 MUST_HAPPEN = {
     *("cached tokens", "preemptions", "pulls succeeded", "pulls declined", "pulls failed"),
-    *("deaths", "repairs", "stops", "cancellations"),
+    *("deaths", "repairs", "stops", "cancellations", "rows fed on the device"),
 }
 """In every block of seeds; longer lives cost more and show no more of it."""
 LONGEST = 48
@@ -82,6 +82,7 @@ class Life:
                 max_running=rng.choice([4, 8]),
                 max_sequence_tokens=LONGEST,
                 replicas=rng.choice([0, 0, 1]),
+                depth=rng.choice([1, 2]),
             ),
         )
 
@@ -248,6 +249,7 @@ class Life:
                 seen["pulls succeeded"] += gauges.pulls_succeeded_total
                 seen["pulls declined"] += gauges.pulls_declined_total
                 seen["pulls failed"] += gauges.pulls_failed_total
+                seen["rows fed on the device"] += worker.executor.fed_rows
         return seen
 
 

@@ -75,6 +75,7 @@ class WorkerShape:
     max_running: int = 8
     max_sequence_tokens: int = 128
     replicas: int = 0
+    depth: int = 1
     quarantine_limit_blocks: int = 1000
     quarantine_grace_ms: int = 1000
     most_served_pulls: int = 4
@@ -128,7 +129,7 @@ class SimWorker(Output):
             else RankManager(self.manager)
         )
         self.transfers = world.network.join(self)
-        self.executor = FakeExecutor(plan, self.memory, vocab_size=VOCAB)
+        self.executor = FakeExecutor(plan, self.memory, vocab_size=VOCAB, depth=shape.depth)
         self.inbox: list[InboxItem] = []
         self.gauges: WorkerGauges | None = None
         self.gauges_seen: list[WorkerGauges] = []
@@ -159,9 +160,13 @@ class SimWorker(Output):
         self.inbox.append(event)
 
     def turn(self) -> bool:
-        """One round of the engine loop."""
+        """One round of the engine loop; pages of a step that is under way are somebody's."""
         items, self.inbox = self.inbox, []
-        return self.engine.turn(items)
+        progress = self.engine.turn(items)
+        for pool_group, slots in self.executor.touched():
+            pool = self.manager._store.pools[pool_group]
+            assert (pool.holders[slots] + pool.leases[slots] > 0).all(), "given back too early"
+        return progress
 
     @property
     def available(self) -> int:
