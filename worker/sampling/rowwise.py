@@ -14,8 +14,7 @@ import numpy.typing as npt
 import torch
 
 from worker.messages import SamplingParams
-from worker.sampling.batched import best_kept
-from worker.sampling.filters import thresholds
+from worker.sampling.filters import Cuts, cut_columns, thresholds
 from worker.sampling.noise import gumbel_noise, high_bits, least_high_bits, row_keys
 from worker.sampling.rows import SampleRow
 
@@ -75,12 +74,12 @@ def _draw_filtered(
 ) -> int:
     scaled = values.astype(np.float64) / row.params.temperature
     mass = torch.tensor([[_log_mass(scaled, row.params)]], dtype=torch.float64)
-    limits = thresholds(_descending(scaled[head]), mass, [row.params])
+    cuts = Cuts(*map(torch.from_numpy, cut_columns([row.params])))
+    limits = thresholds(_descending(scaled[head]), mass, cuts)
     if not limits.certain.item():
-        limits = thresholds(_descending(scaled), mass, [row.params])
-    ids = torch.from_numpy(np.flatnonzero(scaled >= limits.lowest.item())).unsqueeze(0)
-    found = torch.from_numpy(scaled).unsqueeze(0).gather(1, ids)
-    return best_kept(found, ids, limits.lowest, keys)[0]
+        limits = thresholds(_descending(scaled), mass, cuts)
+    ids = np.flatnonzero(scaled >= limits.lowest.item())
+    return _best(values, ids, keys, row)[0]
 
 
 def _descending(values: npt.NDArray[np.float64]) -> torch.Tensor:
