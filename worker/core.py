@@ -20,6 +20,7 @@ from worker.engine import Engine, EngineLimits, EngineParts
 from worker.executor import ModelExecutor
 from worker.leading import LeaderTransfers
 from worker.messages import SamplingParams
+from worker.model.assembly import StepLimits, bucketed_runner, can_capture, plain_runner
 from worker.model.loader import LoadedModel, load_model
 from worker.model.rank_sum import OnlyRank as WholeModel
 from worker.model.rank_sum import RankSum
@@ -99,14 +100,30 @@ def load_core(
         f"{plan.pool_bytes(slots) / 1e6:.0f} MB{in_host_memory}; "
         f"sequences of up to {longest} tokens"
     )
-    executor = ModelExecutor(ModelRunner(loaded, plan, storage), loaded.device)
+    runner = _runner(config, loaded, plan, storage, StepLimits(config.max_running, longest))
+    # A row that nobody wants would change a recurrent state in place.
+    has_states = any(group.life_cycle.is_state for group in plan.layer_groups)
+    executor = ModelExecutor(runner, loaded.device, 1 if has_states else config.steps_under_way)
     return RankCore(loaded, plan, storage, pages, executor, demand, longest)
 
 
+def _runner(
+    config: WorkerConfig,
+    loaded: LoadedModel,
+    plan: LayoutPlan,
+    storage: TorchStorage,
+    limits: StepLimits,
+) -> ModelRunner:
+    if config.decode_graphs and can_capture(loaded):
+        return bucketed_runner(loaded, plan, storage, limits)
+    return plain_runner(loaded, plan, storage, limits)
+
+
 def warm_up(core: RankCore) -> None:
-    """Compute a short prompt and one more token, so that the first request finds everything in
-    place. All ranks do so at once.
+    """Capture decode steps, then compute a short prompt and one more token, so that the first
+    request finds everything in place. All ranks do so at once.
     """
+    core.executor.prepare()
     manager = RankManager(core.pages)
     tokens = np.zeros(min(WARM_UP_TOKENS, core.max_sequence_tokens - 1) + 1, dtype=np.int32)
     cache = manager.open(b"", tokens, max_match=0)

@@ -16,7 +16,7 @@ from transfer.agent_events import AgentEvent, LeaseEnded, LeaseInDoubt
 from transfer.prefix import Prefix
 from transfer.wire import unpack_ints
 from worker.agreement import fact_of
-from worker.oplog import LogEntries, Operation, ReleaseLease, RunStep, StepChecksum
+from worker.oplog import EndStep, LogEntries, Operation, ReleaseLease, RunStep, StepChecksum
 from worker.ports import Slice, Transfers
 from worker.rank_facts import RankFact
 from worker.replica import RankReplica
@@ -44,8 +44,10 @@ class FollowerTransfers(Transfers, Protocol):
 class Partner(Protocol):
     """The model of a follower."""
 
-    def compute(self, slices: Sequence[Slice], drawing: Sequence[bool]) -> None:
-        """This rank's part of a step. ``drawing`` says from which slices the leader draws."""
+    def begin(self, slices: Sequence[Slice], drawing: Sequence[bool]) -> Callable[[], None]:
+        """This rank's part of a step. ``drawing`` says from which slices the leader draws. What is
+        returned waits for the end of the step.
+        """
 
 
 class RankFollower(RankReplica):
@@ -63,6 +65,7 @@ class RankFollower(RankReplica):
         self._partner = partner
         self._tell = tell
         self._names: dict[int, int] = {}
+        self._ends: dict[int, Callable[[], None]] = {}
 
     def report(self, event: AgentEvent) -> None:
         """Tell the leader what this rank's agent reports. In the agent's thread."""
@@ -83,7 +86,7 @@ class RankFollower(RankReplica):
     def _run(self, step: RunStep) -> None:
         super()._run(step)
         self.steps.pop()
-        self._partner.compute(
+        self._ends[step.step] = self._partner.begin(
             [
                 Slice(
                     part.sequence,
@@ -91,6 +94,7 @@ class RankFollower(RankReplica):
                     part.start,
                     self.tables(part.sequence),
                     (),
+                    part.feed,
                 )
                 for part in step.slices
             ],
@@ -100,6 +104,8 @@ class RankFollower(RankReplica):
     @override
     def _apply(self, operation: Operation) -> None:
         match operation:
+            case EndStep():
+                self._ends.pop(operation.step)()
             case ReadyTransfer() | ShipTransfer():
                 self._lend(operation)
             case ReleaseLease():

@@ -122,17 +122,25 @@ class QuarantineLease(Message):
 
 class RunSlice(Message):
     """Tokens ``[start, start + number of tokens)`` of one sequence. ``draws``: its last logits are
-    wanted.
+    wanted. ``feed``: as of :class:`worker.ports.Slice`.
     """
 
     sequence: int
     start: int
     tokens: bytes
     draws: bool
+    feed: int | None = None
+
+
+class EndStep(Message):
+    """The leader has the results of a step: what follows may need its pages to be final."""
+
+    kind: Literal["step_end"] = "step_end"
+    step: int
 
 
 class RunStep(Message):
-    """Compute one step."""
+    """Begin one step."""
 
     kind: Literal["step"] = "step"
     step: int
@@ -152,7 +160,8 @@ PageOperation = Annotated[
     | LeaseBlocks
     | ReleaseLease
     | QuarantineLease
-    | RunStep,
+    | RunStep
+    | EndStep,
     Field(discriminator="kind"),
 ]
 

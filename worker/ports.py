@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ from transfer.messages import HandoffData
 from transfer.prefix import Prefix
 from worker.inbox import RankReported
 from worker.messages import SamplingParams, StepOutput, TokenLogprob
+
+GREEDY_TEMPERATURE: Final = 1e-5
+"""Below this, dividing by the temperature says nothing that argmax does not."""
 
 
 class Clock(Protocol):
@@ -150,7 +153,10 @@ class CacheManager(Protocol):
         """A line for the log about what the cache did; None while none is due."""
 
     def run_step(self, step: int, slices: Sequence[Slice]) -> None:
-        """This step is computed now, on every rank."""
+        """This step is launched now, on every rank."""
+
+    def end_step(self, step: int) -> None:
+        """The results of this step were taken: what comes now is behind its end on every rank."""
 
     def flush(self) -> None:
         """The engine rests: every rank is to know what was done up to here."""
@@ -225,15 +231,35 @@ class OnlyRank(Agreement):
 
 
 class Draw(NamedTuple):
-    """One token to draw from a slice's logits."""
+    """One token to draw from a row of logits. Nothing else decides which token the row gives.
+
+    ``output_index`` counts the output tokens before this one; with the seed and the choice it is
+    the whole key of the noise. ``output_tokens`` lacks one that is being drawn. ``banned`` tokens
+    are never drawn.
+    """
 
     params: SamplingParams
     choice: int
     output_index: int
     prompt_tokens: npt.NDArray[np.int32]
     output_tokens: npt.NDArray[np.int32]
-    banned: tuple[int, ...]
-    """Tokens that may not be drawn."""
+    banned: tuple[int, ...] = ()
+
+    @property
+    def is_greedy(self) -> bool:
+        """The most likely token is taken; no noise."""
+        return self.params.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def changes_logits(self) -> bool:
+        """Something is added to or taken from the model's logits before temperature."""
+        return bool(self.banned or self.params.logit_bias or self.params.looks_back)
+
+    @property
+    def is_filtered(self) -> bool:
+        """Unlikely tokens are cut off."""
+        params = self.params
+        return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
 class Slice(NamedTuple):

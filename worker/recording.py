@@ -22,6 +22,7 @@ from worker.oplog import (
     AdvanceSequence,
     CloseSequence,
     CommitSequence,
+    EndStep,
     ForkSequence,
     GrowSequence,
     GrowToReceive,
@@ -115,6 +116,7 @@ class LeaderManager(RankManager):
                         start=part.start,
                         tokens=pack_ints(part.tokens),
                         draws=bool(part.draws),
+                        feed=part.feed,
                     )
                     for part in slices
                 ),
@@ -127,6 +129,10 @@ class LeaderManager(RankManager):
             self._compare(follower)
         self.flush()
         self._expected.pop(step - KEPT_STEPS, None)
+
+    @override
+    def end_step(self, step: int) -> None:
+        self.record(EndStep(step=step))
 
     @override
     def flush(self) -> None:

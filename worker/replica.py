@@ -15,6 +15,7 @@ from worker.oplog import (
     BlockTables,
     CloseSequence,
     CommitSequence,
+    EndStep,
     ForkSequence,
     GrowSequence,
     GrowToReceive,
@@ -92,6 +93,8 @@ class RankReplica(Follower):
                 self._leases[operation.lease].quarantine()
             case RunStep():
                 self._run(operation)
+            case EndStep():
+                pass  # pages alone wait for nothing
             case (
                 GrowSequence()
                 | GrowToReceive()

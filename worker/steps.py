@@ -20,6 +20,7 @@ Batch = Values[tuple[Sequence, Slice]]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Step:
+    number: int
     launched: LaunchedStep
     batch: Batch
     looks_back: bool
@@ -59,12 +60,13 @@ class StepsUnderWay:
                 sequence.feed = numbers[0]
                 looks_back = looks_back or sequence.leg.sampling.looks_back
             sequence.draws_under_way += 1
-        self._steps.append(_Step(launched, batch, looks_back))
+        self._steps.append(_Step(number, launched, batch, looks_back))
 
     def take(self) -> list[tuple[Sequence, Slice, SliceResult]]:
         """Wait for the oldest step."""
         step = self._steps.popleft()
         results = step.launched.wait()
+        self._desk.manager.end_step(step.number)
         for sequence, part in step.batch:
             sequence.under_way -= len(part.tokens)
             if part.draws:

@@ -27,10 +27,12 @@ import torch
 
 from benchmarks import report
 from benchmarks.engine import products
-from benchmarks.engine.loop import Load, Loop
+from benchmarks.engine.loop import MAX_RUNNING, Load, Loop
 from benchmarks.engine.shape import TOKENS_PER_BLOCK, ModelShape, make_model, make_pages
-from benchmarks.engine.steps import Steps, make_runner
+from benchmarks.engine.steps import Steps
 from benchmarks.engine.timing import copy_bandwidth
+from worker.executor import ModelExecutor
+from worker.model.assembly import StepLimits, bucketed_runner
 
 DTYPES: Final = {
     "bfloat16": torch.bfloat16,
@@ -73,6 +75,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=128256)
     parser.add_argument("--scale", type=int, default=1)
+    parser.add_argument(
+        "--depth", type=int, choices=(1, 2), default=1, help="steps under way in the engine loop"
+    )
     parser.add_argument("--kernels-only", action="store_true")
     parser.add_argument("--out")
     return parser
@@ -99,8 +104,9 @@ def main() -> None:
             result: dict[str, Any] = {"best": products.best(found), "all": found}
             result["copy_gb_s"] = round(_bandwidth(device, options.scale) / 1e9, 1)
         else:
-            result = _engine(shape, device, dtype, options.scale, began)
+            result = _engine(shape, device, dtype, options, began)
     result["shape"] = vars(shape)
+    result["depth"] = options.depth
     if device.type == "cuda":
         result["device"] = torch.cuda.get_device_name(device)
     report.finish(result, options.out)
@@ -111,8 +117,14 @@ def _bandwidth(device: torch.device, scale: int) -> float:
 
 
 def _engine(
-    shape: ModelShape, device: torch.device, dtype: torch.dtype, scale: int, began: float
+    shape: ModelShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    options: argparse.Namespace,
+    began: float,
 ) -> dict[str, Any]:
+    scale: int = options.scale
+
     def scaled(number: int) -> int:
         return max(1, number // scale)
 
@@ -122,7 +134,7 @@ def _engine(
     blocks = many * -(-(context + 1) // TOKENS_PER_BLOCK) + SPARE_BLOCKS
     blocks = max(blocks, scaled(LONGEST) // TOKENS_PER_BLOCK)
     plan, storage = make_pages(loaded, blocks)
-    runner = make_runner(loaded, plan, storage, LONGEST)
+    runner = bucketed_runner(loaded, plan, storage, StepLimits(MAX_RUNNING, LONGEST))
     steps = Steps(runner, device, len(plan.layer_groups))
 
     def start() -> float:
@@ -137,7 +149,7 @@ def _engine(
     parts.add("decode_b1_tok_s", lambda: steps.decode_tok_s(scaled(1024), 1 + scaled(128)))
     parts.add("prefill_8k_ms", lambda: steps.prefill_ms(scaled(8192)))
     parts.add("b64_4k_step_ms", lambda: steps.decode_step_ms(many, context))
-    loop = Loop(loaded, plan, storage, runner, CHUNK_TOKENS)
+    loop = Loop(loaded, plan, storage, ModelExecutor(runner, device, options.depth), CHUNK_TOKENS)
 
     def warm_tok_s(load: Load) -> float:
         # What is met for the first time is compiled and captured, seconds that come once.

@@ -39,7 +39,7 @@ GONE_S = 5.0
 def ranks_of(
     role: WorkerRole, model: Path, size: int, devices: tuple[str, ...]
 ) -> list[WorkerConfig]:
-    """Configurations of all ranks of a new instance."""
+    """Configurations of all ranks of a new instance. Those of two have two steps under way."""
     leader = config(role, model)
     return [
         leader.model_copy(
@@ -48,6 +48,7 @@ def ranks_of(
                 "rank": rank,
                 "device": devices[rank],
                 "least_pull_tokens": BLOCK,
+                "steps_under_way": size,
             }
         )
         for rank in range(size)

@@ -1,10 +1,12 @@
 """Decode steps over fixed device memory, one captured piece of work for each bucket of batch sizes.
 
 A batch of single tokens is padded to its bucket. Everything that changes from step to step is one
-int32 vector, uploaded with one copy: tokens, and the metadata that attention and placing read.
-Padding sequences have length 0 and their keys and values go nowhere.
+int32 vector, uploaded with one copy: the metadata that attention and placing read, tokens, and
+which of them the last step drew (``TokenFeed``). Padding sequences have length 0 and their keys and
+values go nowhere.
 
-The caller must have the logits of a step, or have waited for the device, before the next step.
+A step may be launched while the one before it is under way, on the same stream, but not before the
+one before that is over: uploads take turns between two pieces of host memory.
 """
 
 from __future__ import annotations
@@ -19,14 +21,25 @@ import torch
 from kvcache_core.arithmetic import ceil_div
 from worker.model.attention import AttentionStep
 from worker.model.capture import Body, Capture
+from worker.model.feed import TokenFeed
 from worker.model.networks import Network
 from worker.model.step import GroupGeometry, SequenceSlice
-from worker.model.step_metadata import MetadataShape, StepMetadata, describe_step
+from worker.model.step_metadata import (
+    MetadataShape,
+    StepMetadata,
+    describe_decode,
+    describe_padding,
+)
+from worker.upload import upload
 
 BUCKETS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Batch sizes that are captured: at most a third of a batch above 2 is padding below 16, a third
-above. Each is captured when it is first needed.
-"""
+"""Batch sizes that are captured: at most a half of a batch is padding below 16, a third above."""
+
+
+def buckets_for(most_sequences: int) -> tuple[int, ...]:
+    """Batch sizes to capture where a step has at most so many sequences."""
+    top = min(most_sequences, BUCKETS[-1])
+    return (*(size for size in BUCKETS if size < top), top)
 
 
 MakeStep = Callable[[StepMetadata], AttentionStep]
@@ -55,10 +68,10 @@ class Decoding:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Memory of one batch size. ``host`` is pinned where the device is CUDA."""
+    """Memory of one batch size. ``hosts`` are pinned where the device is CUDA."""
 
     shape: MetadataShape
-    host: torch.Tensor
+    hosts: tuple[torch.Tensor, torch.Tensor]
     vector: torch.Tensor
     launch: Body
 
@@ -71,18 +84,29 @@ class DecodeRunner:
         geometries: tuple[GroupGeometry, ...],
         device: torch.device,
         decoding: Decoding,
+        feed: TokenFeed,
     ) -> None:
         self._geometries = geometries
         self._decoding = decoding
         self._device = device
+        self._feed = feed
         longest = decoding.limits.max_sequence_tokens
         self._widths = tuple(ceil_div(longest, part.tokens_per_block) for part in geometries)
         self._buckets: dict[int, _Bucket] = {}
+        self._launched = 0
 
     @property
     def captured(self) -> tuple[int, ...]:
         """Batch sizes captured so far, ascending."""
         return tuple(sorted(self._buckets))
+
+    @torch.inference_mode()
+    def capture_all(self) -> None:
+        """Capture every batch size, largest first, so that the others find room in its memory.
+        Nothing is written to pages. All ranks do so at once.
+        """
+        for size in reversed(self._decoding.limits.buckets):
+            self._bucket(size)
 
     def accepts(self, batch: Sequence[SequenceSlice]) -> bool:
         """Whether this is a decode batch within the limits."""
@@ -95,35 +119,48 @@ class DecodeRunner:
         """Compute an accepted batch: float32 logits ``[number of wants_logits, vocab_size]`` in
         batch order, valid until the next step.
         """
-        size = next(size for size in self._decoding.limits.buckets if size >= len(batch))
-        shape = MetadataShape.for_decode(size, self._widths)
-        described = describe_step(batch, self._geometries, shape)
-        tokens = np.zeros(size, np.int32)
-        tokens[: len(batch)] = [piece.tokens[0] for piece in batch]
-        values = torch.from_numpy(np.concatenate((described, tokens)))
-        bucket = self._buckets.get(size)
-        if bucket is None:
-            bucket = self._make(shape, values)
-            self._buckets[size] = bucket
-        else:
-            bucket.host.copy_(values)
-            bucket.vector.copy_(bucket.host, non_blocking=True)
+        count = len(batch)
+        size = next(size for size in self._decoding.limits.buckets if size >= count)
+        bucket = self._bucket(size)
+        host = bucket.hosts[self._launched % 2]
+        self._launched += 1
+        numbers = host.numpy()
+        total = bucket.shape.total
+        describe_decode(numbers[:total], batch, self._geometries, bucket.shape)
+        numbers[total : total + count] = [piece.tokens[0] for piece in batch]
+        numbers[total + size : total + size + count] = [piece.feed for piece in batch]
+        numbers[total + size + count :] = -1
+        bucket.vector.copy_(host, non_blocking=True)
         logits = bucket.launch()
         wanted = [row for row, piece in enumerate(batch) if piece.wants_logits]
-        if len(wanted) == len(batch):
-            return logits[: len(batch)]
-        return logits[torch.tensor(wanted, dtype=torch.int64).to(logits.device)]
+        if len(wanted) == count:
+            return logits[:count]
+        (rows,) = upload([np.array(wanted, np.int64)], self._device)
+        return logits[rows]
 
-    def _make(self, shape: MetadataShape, values: torch.Tensor) -> _Bucket:
-        """Capture a bucket, with the batch of ``values`` in its memory."""
+    def _bucket(self, size: int) -> _Bucket:
+        found = self._buckets.get(size)
+        if found is None:
+            found = self._buckets[size] = self._make(size)
+        return found
+
+    def _make(self, size: int) -> _Bucket:
+        """Capture a bucket over memory that describes nothing but padding."""
+        shape = MetadataShape.for_decode(size, self._widths)
+        nothing = np.zeros(size, np.int32)
+        values = torch.from_numpy(np.concatenate((describe_padding(shape), nothing, nothing - 1)))
         vector = values.to(self._device)
-        host = values.pin_memory() if self._device.type == "cuda" else values
+        on_cuda = self._device.type == "cuda"
+        hosts = [values.pin_memory() if on_cuda else values.clone() for _ in range(2)]
         metadata = StepMetadata(shape, vector[: shape.total])
-        tokens = vector[shape.total :]
+        tokens = vector[shape.total : shape.total + size]
+        feeds = vector[shape.total + size :]
         rows = torch.arange(shape.rows, device=self._device)
         step = self._decoding.step(metadata)
 
         def body() -> torch.Tensor:
-            return self._decoding.network(tokens, metadata.starts, step, rows)
+            fed = self._feed.filled(tokens, feeds)
+            return self._decoding.network(fed, metadata.starts, step, rows)
 
-        return _Bucket(shape, host, vector, self._decoding.capture(body))
+        launch = self._decoding.capture(body)
+        return _Bucket(shape, (hosts[0], hosts[1]), vector, launch)

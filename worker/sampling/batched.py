@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from worker.ports import Draw
 from worker.sampling.filters import Cuts, cut_columns, thresholds
 from worker.sampling.noise import gumbel_noise, key_rows
-from worker.sampling.rows import SampleRow
 
 MOST_ROWS: Final = 32
 """Rows at a time: each takes some 40 bytes a token of the vocabulary while it is drawn."""
@@ -26,7 +26,7 @@ class Group:
     """Rows that are drawn in the same way, none of them greedy. ``indices`` are into the step's."""
 
     indices: tuple[int, ...]
-    rows: tuple[SampleRow, ...]
+    rows: tuple[Draw, ...]
 
     @property
     def columns(self) -> list[npt.NDArray[Any]]:
@@ -54,7 +54,7 @@ class Group:
         return max(1, *(row.params.top_k for row in self.rows))
 
 
-def group_rows(rows: Sequence[SampleRow]) -> list[Group]:
+def group_rows(rows: Sequence[Draw]) -> list[Group]:
     """The rows that are not greedy, by how they are drawn, few enough at a time."""
     kinds: dict[tuple[bool, bool], list[int]] = {}
     for index, row in enumerate(rows):

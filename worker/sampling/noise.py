@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.sampling.rows import SampleRow
+from worker.ports import Draw
 
 GOLDEN: Final = 0x9E3779B97F4A7C15
 GOLDEN32: Final = 0x9E3779B1
@@ -66,19 +66,19 @@ def mix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def row_key(row: SampleRow) -> tuple[int, int, int]:
+def row_key(row: Draw) -> tuple[int, int, int]:
     """Key of a row's noise: three int32."""
     key = mix64(mix64(mix64(row.params.seed) + row.choice) + row.output_index)
     return signed32(key), signed32(key >> 32), signed32(mix64(key))
 
 
-def row_keys(rows: Sequence[SampleRow], device: torch.device) -> torch.Tensor:
+def row_keys(rows: Sequence[Draw], device: torch.device) -> torch.Tensor:
     """int32 ``[3, rows, 1]``."""
     keys = torch.tensor([row_key(row) for row in rows], dtype=torch.int32)
     return keys.t().unsqueeze(2).to(device)
 
 
-def key_rows(rows: Sequence[SampleRow]) -> npt.NDArray[np.int32]:
+def key_rows(rows: Sequence[Draw]) -> npt.NDArray[np.int32]:
     """int32 ``[3, rows]``: the same keys, many at once."""
     seeds, choices, indices = np.array(
         [(row.params.seed, row.choice, row.output_index) for row in rows], np.uint64

@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.sampling.rows import SampleRow
+from worker.ports import Draw
 
 Array = npt.NDArray[Any]
 
 
-def changes_of(rows: Sequence[SampleRow]) -> list[Array]:
+def changes_of(rows: Sequence[Draw]) -> list[Array]:
     """What :func:`processed` takes: row, token (int64) and value (float32) of the cells of each of
     the four kinds; a ban has no value.
     """
@@ -50,7 +50,7 @@ def processed(logits: torch.Tensor, changes: Sequence[torch.Tensor]) -> torch.Te
     return result
 
 
-def _repeated(row: SampleRow) -> tuple[Any, Any]:
+def _repeated(row: Draw) -> tuple[Any, Any]:
     penalty = row.params.repetition_penalty
     if penalty == 1.0:
         return (), ()
@@ -58,7 +58,7 @@ def _repeated(row: SampleRow) -> tuple[Any, Any]:
     return seen, np.full(len(seen), penalty)
 
 
-def _counted(row: SampleRow) -> tuple[Any, Any]:
+def _counted(row: Draw) -> tuple[Any, Any]:
     params = row.params
     if not (params.frequency_penalty or params.presence_penalty):
         return (), ()

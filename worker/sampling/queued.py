@@ -15,12 +15,12 @@ import numpy.typing as npt
 import torch
 
 from worker.messages import TokenLogprob
+from worker.ports import Draw
 from worker.sampling.batched import draw_group, group_rows
 from worker.sampling.penalties import changes_of, processed
 from worker.sampling.rows import (
     Sampled,
     SampleResult,
-    SampleRow,
     SamplingFailed,
     reason_of,
     reason_of_changed,
@@ -78,7 +78,7 @@ class QueuedDraws:
 
 
 @torch.inference_mode()
-def queue_draws(logits: torch.Tensor, rows: Sequence[SampleRow]) -> QueuedDraws:
+def queue_draws(logits: torch.Tensor, rows: Sequence[Draw]) -> QueuedDraws:
     """Draw one token a row of float32 ``[rows, vocab]``, which is read before anything that is
     queued later, and not changed.
     """

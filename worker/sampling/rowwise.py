@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 
 from worker.messages import SamplingParams
+from worker.ports import Draw
 from worker.sampling.filters import Cuts, cut_columns, thresholds
 from worker.sampling.noise import gumbel_noise, high_bits, least_high_bits, row_keys
-from worker.sampling.rows import SampleRow
 
 Floats = npt.NDArray[np.float32]
 
@@ -24,7 +24,7 @@ CUT: Final = 10.0
 """Tokens less likely than the likeliest by more than a factor of e**10 are outside the head."""
 
 
-def draw_row(scores: torch.Tensor, row: SampleRow, vocabulary: torch.Tensor) -> int:
+def draw_row(scores: torch.Tensor, row: Draw, vocabulary: torch.Tensor) -> int:
     """The token a row draws.
 
     ``scores`` are processed logits, float32 ``[vocab]`` on CPU with a finite largest one;
@@ -43,7 +43,7 @@ def _draw_plain(
     values: Floats,
     head: npt.NDArray[np.int64],
     keys: torch.Tensor,
-    row: SampleRow,
+    row: Draw,
     vocabulary: torch.Tensor,
 ) -> int:
     token, best = _best(values, head, keys, row)
@@ -60,7 +60,7 @@ def _draw_plain(
 
 
 def _best(
-    values: Floats, ids: npt.NDArray[np.int64], keys: torch.Tensor, row: SampleRow
+    values: Floats, ids: npt.NDArray[np.int64], keys: torch.Tensor, row: Draw
 ) -> tuple[int, float]:
     """The best token of ``ids`` and its noisy scaled logit."""
     noise = gumbel_noise(keys, torch.from_numpy(ids.astype(np.int32)).unsqueeze(0))[0].numpy()
@@ -70,7 +70,7 @@ def _best(
 
 
 def _draw_filtered(
-    values: Floats, head: npt.NDArray[np.int64], keys: torch.Tensor, row: SampleRow
+    values: Floats, head: npt.NDArray[np.int64], keys: torch.Tensor, row: Draw
 ) -> int:
     scaled = values.astype(np.float64) / row.params.temperature
     mass = torch.tensor([[_log_mass(scaled, row.params)]], dtype=torch.float64)

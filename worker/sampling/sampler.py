@@ -2,7 +2,7 @@
 
 Greedy rows cost one argmax. Others are drawn one by one on a CPU, where only the head of the
 distribution is worth looking at, and all together elsewhere. What a row draws depends on its logits
-and its :class:`SampleRow` alone, never on the rows beside it.
+and its :class:`Draw` alone, never on the rows beside it.
 
 Log-probabilities are of the model's own distribution: before bias, penalties, temperature and
 filters, as vLLM and OpenAI report them. A row without a finite largest logit fails alone.
@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from worker.messages import TokenLogprob
+from worker.ports import Draw
 from worker.sampling.penalties import changes_of, processed
 from worker.sampling.queued import queue_draws
 from worker.sampling.rows import (
     Sampled,
     SampleResult,
-    SampleRow,
     SamplingFailed,
     reason_of,
     reason_of_changed,
@@ -31,7 +31,7 @@ from worker.sampling.rowwise import draw_row
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampleResult]:
+def sample(logits: torch.Tensor, rows: Sequence[Draw]) -> list[SampleResult]:
     """Draw one token a row.
 
     ``logits`` is float32 ``[rows, vocab]`` on any device and is not changed.
@@ -71,7 +71,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampleResult
 
 
 def _scores(
-    logits: torch.Tensor, rows: Sequence[SampleRow], changed: Sequence[int]
+    logits: torch.Tensor, rows: Sequence[Draw], changed: Sequence[int]
 ) -> dict[int, torch.Tensor]:
     """Processed logits of the rows that change some."""
     if not changed:
@@ -87,7 +87,7 @@ def _row_maxima(logits: torch.Tensor) -> tuple[list[float], list[int]]:
     return values[np.arange(len(best)), best].tolist(), best.tolist()
 
 
-def _reason_of_scores(logits: torch.Tensor, scores: torch.Tensor, row: SampleRow) -> str:
+def _reason_of_scores(logits: torch.Tensor, scores: torch.Tensor, row: Draw) -> str:
     """Why nothing can be drawn from ``scores``, which ``row`` made of sound ``logits``."""
     allowed = logits.isfinite()
     allowed[torch.tensor(row.banned, dtype=torch.int64)] = False
@@ -103,7 +103,7 @@ def _put(tokens: list[int], indices: Sequence[int], values: Sequence[int]) -> No
 
 def _logprobs(
     logits: torch.Tensor,
-    rows: Sequence[SampleRow],
+    rows: Sequence[Draw],
     sound: Sequence[int],
     tokens: Sequence[int],
 ) -> dict[int, TokenLogprob]:

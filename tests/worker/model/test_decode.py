@@ -19,7 +19,8 @@ from kvcache_core.storage import TorchStorage
 from tests.worker.model.harness import PagedModel
 from worker.model.backend import PagedLayers
 from worker.model.capture import Body, Capture, CUDAGraphs, RunEachTime
-from worker.model.decode import DecodeLimits, DecodeRunner, Decoding
+from worker.model.decode import BUCKETS, DecodeLimits, DecodeRunner, Decoding, buckets_for
+from worker.model.feed import TokenFeed
 from worker.model.loader import LoadedModel
 from worker.model.networks import FusedModel
 from worker.model.runner import ModelRunner
@@ -36,14 +37,18 @@ LIMITS = DecodeLimits((1, 4, 6), 64)
 
 
 class CountingCapture(Capture):
-    """Runs each time; counts captures."""
+    """Runs each time; keeps what was captured."""
 
     def __init__(self) -> None:
-        self.captured = 0
+        self.bodies: list[Body] = []
+
+    @property
+    def captured(self) -> int:
+        return len(self.bodies)
 
     @override
     def __call__(self, body: Body) -> Body:
-        self.captured += 1
+        self.bodies.append(body)
         return body
 
 
@@ -58,10 +63,10 @@ class Pair:
     def _runner(self, loaded: LoadedModel, plan: LayoutPlan, storage: TorchStorage) -> ModelRunner:
         network = FusedModel(loaded, kernel_layers.KERNEL_PARTS)
 
-        def decoding(layers: PagedLayers) -> DecodeRunner:
+        def decoding(layers: PagedLayers, feed: TokenFeed) -> DecodeRunner:
             over = triton_backend.TritonBackend(layers).over
             made = Decoding(network, over, self.capture, LIMITS)
-            return DecodeRunner(layers.geometries, storage.device, made)
+            return DecodeRunner(layers.geometries, storage.device, made, feed)
 
         return ModelRunner(loaded, plan, storage, network, triton_backend.TritonBackend, decoding)
 
@@ -85,6 +90,20 @@ def test_decodes_equal_those_of_mixed_batches(tiny_model: TinyModel) -> None:
     assert pair.capture.captured == 2
 
 
+def test_every_size_is_captured_beforehand_once(tiny_model: TinyModel) -> None:
+    pair = Pair(tiny_model("llama"))
+    for _ in range(2):
+        pair.bucketed.runner.capture_decodes()
+        assert pair.capture.captured == 3
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"), [(1, (1,)), (3, (1, 2, 3)), (64, (*BUCKETS[:8], 64)), (900, BUCKETS)]
+)
+def test_buckets_end_at_the_most_sequences(most: int, expected: tuple[int, ...]) -> None:
+    assert buckets_for(most) == expected
+
+
 def test_what_is_not_wanted_is_left_out(tiny_model: TinyModel) -> None:
     pair = Pair(tiny_model("llama"))
     pair.feed(a=range(3), b=range(4))
@@ -102,10 +121,10 @@ def test_what_is_not_wanted_is_left_out(tiny_model: TinyModel) -> None:
     torch.testing.assert_close(found, expected, atol=3e-3, rtol=0)
 
 
-def test_padding_writes_nothing(tiny_model: TinyModel) -> None:
+def test_padding_writes_nothing_and_tokens_come_from_the_step_before(tiny_model: TinyModel) -> None:
     pair = Pair(tiny_model("llama"))
     paged = pair.bucketed
-    paged.feed(a=range(3), b=range(4))
+    pair.feed(a=range(3), b=range(4))
     memory = [
         paged.storage.pool_bytes(group.id, pool)
         for group in paged.plan.pool_groups
@@ -116,7 +135,10 @@ def test_padding_writes_nothing(tiny_model: TinyModel) -> None:
     before = [pool[others].clone() for pool in memory]
     for name in "ab":
         paged.tokens[name].pop()
-    paged.feed(a=[1], b=[2])
+    paged.runner.feed.put(torch.tensor([7, 11, 13]))
+    pieces = [paged.slice("a", [0])._replace(feed=2), paged.slice("b", [4])]
+    found = paged.runner.forward(pieces)
+    torch.testing.assert_close(found, pair.plain.feed(a=[13], b=[4]), atol=3e-3, rtol=0)
     assert pair.capture.captured == 1
     assert all(torch.equal(pool[others], kept) for pool, kept in zip(memory, before, strict=True))
 
@@ -126,7 +148,7 @@ def test_what_is_accepted(tiny_model: TinyModel) -> None:
     geometries: Any = paged.runner._geometries
     nothing: Any = None
     decoding = Decoding(nothing, nothing, RunEachTime(), LIMITS)
-    runner = DecodeRunner(geometries, torch.device("cpu"), decoding)
+    runner = DecodeRunner(geometries, torch.device("cpu"), decoding, paged.runner.feed)
     paged.slice("long", range(63))
     last, beyond = paged.slice("long", [1]), paged.slice("long", [1])
     singles = [paged.slice(str(i), [1]) for i in range(7)]

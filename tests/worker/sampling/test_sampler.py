@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tests.support import naive_sampling as naive
 from tests.support.devices import DEVICES, usable
 from worker.messages import SamplingParams
-from worker.sampling import Sampled, SampleResult, SampleRow, SamplingFailed, queue_draws, sample
+from worker.ports import Draw
+from worker.sampling import Sampled, SampleResult, SamplingFailed, queue_draws, sample
 from worker.sampling.noise import gumbel_noise, high_bits, key_rows, row_keys
 from worker.upload import upload
 
@@ -30,8 +31,8 @@ def make_row(
     banned: tuple[int, ...] = (),
     choice: int = 0,
     **params: Any,
-) -> SampleRow:
-    return SampleRow(
+) -> Draw:
+    return Draw(
         params=SamplingParams(**params),
         choice=choice,
         output_index=len(output),
@@ -41,13 +42,13 @@ def make_row(
     )
 
 
-def naive_row(row: SampleRow) -> naive.NaiveRow:
+def naive_row(row: Draw) -> naive.NaiveRow:
     return naive.NaiveRow(
         row.params, row.choice, row.output_index, row.prompt_tokens, row.output_tokens, row.banned
     )
 
 
-def tokens(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
+def tokens(logits: torch.Tensor, rows: Sequence[Draw]) -> list[int]:
     found = sample(logits, rows)
     assert all(isinstance(result, Sampled) for result in found)
     return [result.token for result in found if isinstance(result, Sampled)]
@@ -96,7 +97,7 @@ row_strategy = st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(rows=st.lists(row_strategy, min_size=1, max_size=8), seed=st.integers(0, 1000))
-def test_every_row_equals_its_naive_twin(rows: list[SampleRow], seed: int) -> None:
+def test_every_row_equals_its_naive_twin(rows: list[Draw], seed: int) -> None:
     logits = random_logits(len(rows), 60, seed)
     before = logits.clone()
     expected = [
@@ -108,7 +109,7 @@ def test_every_row_equals_its_naive_twin(rows: list[SampleRow], seed: int) -> No
 
 @settings(max_examples=60, deadline=None)
 @given(rows=st.lists(row_strategy, min_size=1, max_size=4), seed=st.integers(0, 1000))
-def test_both_ways_of_drawing_agree(rows: list[SampleRow], seed: int) -> None:
+def test_both_ways_of_drawing_agree(rows: list[Draw], seed: int) -> None:
     """What a GPU computes for all rows and what a CPU computes row by row, both on CPU."""
     logits = random_logits(len(rows), 3000, seed, spread=4.0)
     before = logits.clone()
@@ -121,7 +122,7 @@ def test_both_ways_of_drawing_agree(rows: list[SampleRow], seed: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(rows=st.lists(row_strategy, min_size=2, max_size=8), seed=st.integers(0, 1000))
-def test_a_row_is_independent_of_its_batch(rows: list[SampleRow], seed: int) -> None:
+def test_a_row_is_independent_of_its_batch(rows: list[Draw], seed: int) -> None:
     logits = random_logits(len(rows), 60, seed)
     together = sample(logits, rows)
     alone = [sample(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
