@@ -109,7 +109,8 @@ class RankFollower(RankReplica):
             case ReadyTransfer() | ShipTransfer():
                 self._lend(operation)
             case ReleaseLease():
-                del self._names[id(self.lease(operation.lease))]
+                # No transfer had it where it kept pages for a step under way.
+                self._names.pop(id(self.lease(operation.lease)), None)
                 super()._apply(operation)
             case GrantTransfer():
                 self._transfers.grant(

@@ -18,6 +18,7 @@ from kvcache_core.layout import LayoutPlan
 from kvcache_core.manager import UnifiedKVCacheManager
 from kvcache_core.spec import ElementType, KVCacheLayerOwner, KVCacheLayerSpec
 from tests.support.fake_executor import FakeExecutor, FakeMemory, fake_output
+from tests.support.sim_follower import SimFollower
 from tests.support.sim_network import SimNetwork, VirtualClock
 from transfer.agent_events import AgentEvent
 from transfer.identity import Incarnation, PeerAddress
@@ -42,7 +43,6 @@ from worker.ports import Output
 from worker.prefixes import PullLimits
 from worker.ranks import RankManager
 from worker.recording import LeaderManager
-from worker.replica import RankReplica
 
 BLOCK = 4
 VOCAB = 97
@@ -121,7 +121,7 @@ class SimWorker(Output):
         self.memory = FakeMemory(plan, slots, hosted)
         self.manager = manager(self.memory)
         self.replicas = [
-            RankReplica(manager(FakeMemory(plan, slots, hosted))) for _ in range(shape.replicas)
+            SimFollower(manager(FakeMemory(plan, slots, hosted))) for _ in range(shape.replicas)
         ]
         self.leader = (
             LeaderManager(self.manager, self.replicas)
