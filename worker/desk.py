@@ -14,7 +14,6 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from transfer.wire import pack_ints
 from worker.counters import Counters
 from worker.demand import PageDemand
 from worker.leases import LeaseBook
@@ -161,7 +160,7 @@ class Desk:
                 request_id=leg.request_id,
                 choice=choice,
                 index=index,
-                tokens=pack_ints((token,)),
+                tokens=token.to_bytes(4, "little"),
                 logprobs=() if logprob is None else (logprob,),
                 finish=finish,
             ),
@@ -226,6 +225,8 @@ class Desk:
         index = known + sequence.draws_under_way - len(prompt)
         banned = stop.stop_token_ids if index < stop.min_tokens else ()
         output: npt.NDArray[np.int32] = sequence.tokens.span(len(prompt), known)
+        if len(sequence.choices) == 1:
+            return (Draw(sampling, sequence.choices[0], index, prompt, output, banned),)
         return tuple(
             [Draw(sampling, choice, index, prompt, output, banned) for choice in sequence.choices]
         )

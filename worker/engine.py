@@ -203,13 +203,13 @@ class Engine:
             self._desk.end(leg, ending)
             return
         assert sequence.cache is not None
-        decoding = part.start >= leg.prompt_tokens and len(part.tokens) == 1
-        if decoding:
+        tokens = len(part.tokens)
+        if tokens == 1 and part.start >= leg.prompt_tokens:
             self._desk.counters.decode_tokens += 1
         else:
-            leg.prefill_tokens += len(part.tokens)
-            self._desk.counters.prefill_tokens += len(part.tokens)
-        sequence.cache.advance(part.start + len(part.tokens))
+            leg.prefill_tokens += tokens
+            self._desk.counters.prefill_tokens += tokens
+        sequence.cache.advance(part.start + tokens)
         self._commit(sequence)
         if len(part.draws) > len(sequence.choices):  # the front end has stopped some since
             pairs = zip(part.draws, result, strict=True)

@@ -248,10 +248,10 @@ class PageBoard:
     def _slice(self, sequence: Sequence, tokens: int) -> Slice:
         cache, known = sequence.cache, sequence.tokens
         assert cache is not None
-        start = sequence.next_position
-        end = start + tokens
-        draws = self.desk.draws(sequence) if end == sequence.length else ()
+        start = cache.history + sequence.under_way
+        end, length = start + tokens, len(known)
+        draws = self.desk.draws(sequence) if end == length + sequence.draws_under_way else ()
         tables = cache.block_tables()
-        if end > len(known):
+        if end > length:
             return Slice(cache.name, UNKNOWN, start, tables, draws, sequence.feed)
         return Slice(cache.name, known.span(start, end), start, tables, draws)

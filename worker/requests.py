@@ -257,34 +257,18 @@ class Sequence:
     @property
     def next_position(self) -> int:
         """The first token that no step has computed or computes."""
-        return self.computed + self.under_way
-
-    @property
-    def length(self) -> int:
-        """Its tokens with those being drawn."""
-        return len(self.tokens) + self.draws_under_way
+        return self.under_way if self.cache is None else self.cache.history + self.under_way
 
     @property
     def output_count(self) -> int:
         """Output tokens that it holds."""
-        return len(self.tokens) - self.leg.prompt_tokens
-
-    @property
-    def may_go_on(self) -> bool:
-        """Whether nothing but a stop token or a message can end it with its next draw, and that
-        draw makes no others of it.
-        """
-        leg = self.leg
-        return (
-            leg.kind == "generation"
-            and len(self.choices) == 1
-            and self.length - leg.prompt_tokens + 1 < leg.output_limit
-        )
+        return len(self.tokens) - len(self.leg.prompt)
 
     def finish_of(self, token: int) -> FinishReason | None:
         """Whether ``token``, just drawn as the next output token, ends the choice. The last token
         counts as output.
         """
-        if token in self.leg.stop.stop_token_ids:
+        leg = self.leg
+        if token in leg.stop.stop_token_ids:
             return "stop"
-        return "length" if self.output_count + 1 >= self.leg.output_limit else None
+        return "length" if self.output_count + 1 >= leg.output_limit else None

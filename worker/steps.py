@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Values
 from dataclasses import dataclass
-from itertools import count
 
 from worker.desk import Desk
 from worker.ports import Executor, LaunchedStep, RowFailed, Slice, SliceResult
-from worker.requests import Sequence
+from worker.requests import Sequence, SequenceState
 
 Batch = Values[tuple[Sequence, Slice]]
 
@@ -33,6 +32,7 @@ class StepsUnderWay:
     def __init__(self, desk: Desk, executor: Executor) -> None:
         self._desk = desk
         self._executor = executor
+        self._goes_ahead = executor.depth > 1
         self._steps: deque[_Step] = deque()
 
     def __len__(self) -> int:
@@ -47,20 +47,29 @@ class StepsUnderWay:
         """Begin a step of number ``Counters.steps``."""
         launched = self._executor.launch([part for _, part in batch])
         number = self._desk.counters.steps
-        draws = count()
-        looks_back = False
         for sequence, part in batch:
             sequence.last_step = number
             sequence.under_way += len(part.tokens)
-            sequence.feed = None
-            if not part.draws:
-                continue
-            numbers = [next(draws) for _ in part.draws]
-            if sequence.may_go_on:
-                sequence.feed = numbers[0]
-                looks_back = looks_back or sequence.leg.sampling.looks_back
-            sequence.draws_under_way += 1
+            if part.draws:
+                sequence.draws_under_way += 1
+        looks_back = self._goes_ahead and self._name_draws(batch)
         self._steps.append(_Step(number, launched, batch, looks_back))
+
+    @staticmethod
+    def _name_draws(batch: Batch) -> bool:
+        """Say which sequences can go on from their draws: those that nothing but a stop token or a
+        message ends with it, and that it makes no others of. True when one of them looks back.
+        """
+        looks_back, number = False, 0
+        for sequence, part in batch:
+            sequence.feed, leg = None, sequence.leg
+            draws = part.draws
+            ends = leg.kind == "context" or len(draws) != 1
+            if not ends and draws[0].output_index + 1 < leg.output_limit:
+                sequence.feed = number
+                looks_back = looks_back or leg.sampling.looks_back
+            number += len(draws)
+        return looks_back
 
     def take(self) -> list[tuple[Sequence, Slice, SliceResult]]:
         """Wait for the oldest step."""
@@ -76,9 +85,11 @@ class StepsUnderWay:
             for (sequence, part), result in zip(step.batch, results, strict=True)
         ]
         for sequence, part, result in found:
-            if sequence.key in self._desk.departing:
+            if sequence.state is SequenceState.FINISHED:
                 self._keep(sequence, part, result)
-            self._desk.touched(sequence)
+                self._desk.touched(sequence)
+            elif sequence.rebased is not None:
+                self._desk.touched(sequence)
         return found
 
     @staticmethod

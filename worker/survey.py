@@ -50,7 +50,7 @@ class Survey:
             Row(
                 sequence.key,
                 sequence.arrival,
-                sequence.length - sequence.next_position,
+                len(sequence.tokens) + sequence.draws_under_way - sequence.next_position,
                 sequence.last_step,
                 sequence.demoted_steps,
             )

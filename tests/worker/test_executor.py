@@ -13,7 +13,7 @@ import torch
 
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.storage import TorchStorage
-from tests.support.devices import usable
+from tests.support.devices import DEVICES, usable
 from tests.support.rank_threads import on_ranks
 from tests.worker.model.harness import PagedModel
 from worker.executor import ModelExecutor
@@ -53,9 +53,12 @@ class LateRunner:
         return torch.zeros((sum(part.wants_logits for part in slices), 8), device="cuda")
 
 
-def test_a_step_goes_on_from_what_the_one_before_it_draws(tiny_model: TinyModel) -> None:
-    """With everything that can be asked of a draw, and a choice beside it."""
-    paged = PagedModel(tiny_model("llama"))
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_goes_on_from_what_the_one_before_it_draws(
+    tiny_model: TinyModel, device: str
+) -> None:
+    """With all that can be asked of a draw but what looks back."""
+    paged = PagedModel(tiny_model("llama"), device=usable(device))
     outputs = {depth: generated(paged, depth) for depth in (1, 2)}
     assert outputs[1] == outputs[2]
     assert len({tuple(tokens) for tokens in outputs[1].values()}) == len(PARAMS)
@@ -63,7 +66,7 @@ def test_a_step_goes_on_from_what_the_one_before_it_draws(tiny_model: TinyModel)
 
 def generated(paged: PagedModel, depth: int) -> dict[str, list[tuple[int, float | None]]]:
     """Tokens and log-probabilities; at depth 2 every step is launched before the last is seen."""
-    executor = ModelExecutor(paged.runner, torch.device("cpu"), depth)
+    executor = ModelExecutor(paged.runner, paged.loaded.device, depth)
     assert executor.depth == depth
     names = [f"{name}{depth}" for name in PARAMS]
     tokens: dict[str, list[int]] = {name: [3, 1, 4, 1, 5] for name in names}

@@ -55,8 +55,9 @@ class CountingCapture(Capture):
 class Pair:
     """Two copies of a model: one decodes in buckets, the other as any batch."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, capture: Capture | None = None) -> None:
         self.capture = CountingCapture()
+        self._capture = capture or self.capture
         self.plain = PagedModel(path, device=DEVICE)
         self.bucketed = PagedModel(path, device=DEVICE, make_runner=self._runner)
 
@@ -65,7 +66,7 @@ class Pair:
 
         def decoding(layers: PagedLayers, feed: TokenFeed) -> DecodeRunner:
             over = triton_backend.TritonBackend(layers).over
-            made = Decoding(network, over, self.capture, LIMITS)
+            made = Decoding(network, over, self._capture, LIMITS)
             return DecodeRunner(layers.geometries, storage.device, made, feed)
 
         return ModelRunner(loaded, plan, storage, network, triton_backend.TritonBackend, decoding)
@@ -159,6 +160,29 @@ def test_what_is_accepted(tiny_model: TinyModel) -> None:
     assert not runner.accepts([beyond])
     assert not runner.accepts([singles[0], paged.slice("two", [1, 2])])
     assert runner.captured == ()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_graphs_captured_over_padding_compute_what_launches_do(tiny_model: TinyModel) -> None:
+    """Several steps queued without waiting, each over the tokens that were put before it."""
+    pair = Pair(tiny_model("qwen2"), CUDAGraphs(torch.device("cuda", 0)))
+    runner = pair.bucketed.runner
+    runner.capture_decodes()
+    pair.feed(a=range(24), b=range(8), c=[5])
+    found, expected = [], []
+    for step in range(6):
+        runner.feed.put(torch.tensor([step, 2 * step, 7], device="cuda"))
+        pieces = [
+            pair.bucketed.slice("a", [0])._replace(feed=1),
+            pair.bucketed.slice("b", [3]),
+            pair.bucketed.slice("c", [0])._replace(feed=0),
+        ]
+        found.append(runner.forward(pieces).clone())
+        if step % 2:
+            torch.cuda.synchronize()
+        expected.append(pair.plain.feed(a=[2 * step], b=[3], c=[step]))
+    torch.testing.assert_close(torch.stack(found).cpu(), torch.stack(expected), atol=3e-3, rtol=0)
 
 
 @pytest.mark.gpu
