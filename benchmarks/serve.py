@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import closed_loop, prompts, report
+from benchmarks import closed_loop, interpreter_waits, prompts, report
 from benchmarks.service_process import Service, free_port
 from services.default_model import resolve
 
@@ -208,9 +208,16 @@ def main() -> None:
         peer = Peer(model, arguments.threads)
         stack.callback(peer.close)
         modes = measure(arguments, services, peer)
+        waits = {name: interpreter_waits.read(service.url) for name, service in services.items()}
     table(modes)
     report.finish(
-        {"modes": modes, "ratios": ratios(modes), "threads": arguments.threads}, arguments.out
+        {
+            "modes": modes,
+            "ratios": ratios(modes),
+            "interpreter_waits": waits,
+            "threads": arguments.threads,
+        },
+        arguments.out,
     )
 
 

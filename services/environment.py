@@ -30,6 +30,7 @@ FORWARDED: Final = (
     "PAGEFERRY_DRAFT_KV_TOKENS_PER_BLOCK",
     *DEMOTION_VARIABLES,
     "PAGEFERRY_COORDINATOR_RESERVATION_TIMEOUT",
+    "THP_MEM_ALLOC_ENABLE",
 )
 """Settings of workers and coordinators; handed on as they are, also to workers on other
 machines."""

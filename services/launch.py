@@ -26,10 +26,10 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from typing_extensions import override
 
-from services.environment import ROLE
 from services.errors import StartError
 from services.instances import InstanceHost, Report, RunningInstance
 from services.resources import InstancePlan
+from services.worker_environment import worker_variables
 from transfer.identity import Incarnation
 from worker.actor import RankActor
 from worker.config import WorkerAddress, WorkerConfig
@@ -143,7 +143,7 @@ class RayHost(InstanceHost):
             .options(
                 name=f"{self._settings.cluster_name}/{config.incarnation}{rank}",
                 num_gpus=plan.gpu_fraction,
-                runtime_env={"env_vars": self._variables(plan)},
+                runtime_env={"env_vars": worker_variables(plan, self._settings.worker_environment)},
                 scheduling_strategy=(
                     "DEFAULT"
                     if node_id is None
@@ -179,19 +179,6 @@ class RayHost(InstanceHost):
         finally:
             for one in starts:
                 one.cancel()
-
-    def _variables(self, plan: InstancePlan) -> dict[str, str]:
-        threads = str(plan.torch_threads)
-        return {
-            **self._settings.worker_environment,
-            ROLE: plan.role,
-            # Read by the maths libraries when they load, before torch could be told.
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            # The progress of loading comes as lines; bars are for terminals.
-            "TQDM_DISABLE": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
 
     def _node_for(self, plan: InstancePlan) -> tuple[str | None, str]:
         """Node and address for an instance: on a cluster, the nodes in turn."""

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 # many ranks grant a request, and only the leader's handoff has data; prefix pulls. 4: front ends
 # name context workers to generation workers (Warm); pairs and rates in the gauges. 5: whoever dials
 # says whom it means to reach. 6: a leader's address tells of its followers.
-PROTOCOL_VERSION: Final = 6
+PROTOCOL_VERSION: Final = 7
 MAGIC: Final = b"PF"
 HEADER: Final = struct.Struct("<2sHI")
 MAX_FRAME_BYTES: Final = 64 << 20

@@ -26,6 +26,7 @@ from worker.messages import (
     Welcome,
     WorkerRole,
 )
+from worker.outlet import Outlet
 
 HELLO_TIMEOUT_S = 10.0
 MAX_HELLO_BYTES = 4096
@@ -47,7 +48,7 @@ class WorkerFacts:
 
 
 class FrontEndConnection:
-    """Runs in the IO thread."""
+    """Runs in the IO thread, but for ``send_output`` and ``abort``."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class FrontEndConnection:
     ) -> None:
         self.number = number
         self._reader = reader
-        self._writer = writer
+        self._outlet = Outlet(writer, asyncio.get_running_loop())
         self._max_buffered_bytes = max_buffered_bytes
         self._welcomed = False
 
@@ -96,7 +97,7 @@ class FrontEndConnection:
             if self._welcomed:
                 put(FrontEndLost(self.number))
             self._welcomed = False
-            self._writer.close()
+            self._outlet.finish()
 
     async def _shake_hands(self, facts: WorkerFacts, cluster_token: str) -> None:
         nonce = mint_nonce()
@@ -132,16 +133,15 @@ class FrontEndConnection:
 
     def send_output(self, output: StepOutput) -> bool:
         """Queue an output. False when the front end is too far behind: the connection is cut."""
-        transport = self._writer.transport
-        if transport.get_write_buffer_size() > self._max_buffered_bytes:
-            transport.abort()
+        if self._outlet.waiting_bytes > self._max_buffered_bytes:
+            self._outlet.abort()
             return False
         self._send(output)
         return True
 
     def abort(self) -> None:
         """Cut the connection."""
-        self._writer.transport.abort()
+        self._outlet.abort()
 
     def _send(self, message: Challenge | Welcome | Refused | StepOutput | Pong) -> None:
-        WORKER_CODEC.write(self._writer, (message,))
+        self._outlet.send(WORKER_CODEC.encode(message))

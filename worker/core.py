@@ -18,6 +18,7 @@ from worker.config import WorkerConfig
 from worker.demand import PageDemand
 from worker.engine import Engine, EngineLimits, EngineParts
 from worker.executor import ModelExecutor
+from worker.interpreter import SharedInterpreter
 from worker.leading import LeaderTransfers
 from worker.messages import SamplingParams
 from worker.model.assembly import StepLimits, bucketed_runner, can_capture, plain_runner
@@ -161,6 +162,7 @@ def make_engine(
             clock=clock,
             demand=core.demand,
             agreement=agreement,
+            interpreter=SharedInterpreter(),
         ),
         EngineLimits(
             max_sequence_tokens=core.max_sequence_tokens,

@@ -18,10 +18,11 @@ from worker.counters import Counters
 from worker.demand import PageDemand
 from worker.leases import LeaseBook
 from worker.legs import LegTable
-from worker.messages import FinishReason, LegEnded, LegStarted, TokenLogprob, TokenRun
+from worker.messages import LegEnded, LegStarted
 from worker.outbox import Outbox
 from worker.ports import CacheManager, CacheSequence, Clock, Draw, Transfers
 from worker.requests import LegRecord, LegState, Sequence, SequenceState, TokenList
+from worker.token_runs import FinishReason, TokenLogprob, TokenRun
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ class Desk:
             TokenRun(
                 request_id=leg.request_id,
                 choice=choice,
-                index=index,
+                start=index,
                 tokens=token.to_bytes(4, "little"),
                 logprobs=() if logprob is None else (logprob,),
                 finish=finish,
@@ -171,7 +172,7 @@ class Desk:
         self.outbox.run(
             leg.front_end,
             TokenRun(
-                request_id=leg.request_id, choice=choice, index=index, tokens=b"", finish=finish
+                request_id=leg.request_id, choice=choice, start=index, tokens=b"", finish=finish
             ),
         )
 

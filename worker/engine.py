@@ -30,6 +30,7 @@ from worker.inbox import (
     Shutdown,
 )
 from worker.intake import Intake
+from worker.interpreter import Interpreter, OnlyThread
 from worker.leases import LeaseBook
 from worker.messages import StepOutput, WorkerGauges
 from worker.pages import PageBoard
@@ -84,6 +85,7 @@ class EngineParts:
     clock: Clock
     demand: PageDemand
     agreement: Agreement = field(default_factory=OnlyRank)
+    interpreter: Interpreter = field(default_factory=OnlyThread)
 
 
 class Engine:
@@ -178,6 +180,7 @@ class Engine:
         if batch:
             self._desk.counters.steps += 1
             self._parts.manager.run_step(self._desk.counters.steps, [part for _, part in batch])
+            self._parts.interpreter.share()
             self._steps.launch(batch)
         if self._steps and (not batch or len(self._steps) >= self._parts.executor.depth):
             self._take_results()
@@ -261,7 +264,7 @@ class Engine:
         now_ms = self._parts.clock.now_ms()
         if not now and self._gauges is not None and now_ms - self._gauges_at_ms < GAUGES_EVERY_MS:
             return
-        gauges = read_gauges(self._desk, self._stopped or self._doubt())
+        gauges = read_gauges(self._desk, self._parts.interpreter, self._stopped or self._doubt())
         self._gauges_at_ms = now_ms
         if gauges != self._gauges:
             self._gauges = gauges

@@ -8,6 +8,7 @@ from typing import Final
 from transfer.agent_figures import PairState
 from transfer.agent_pair import Side
 from worker.desk import Desk
+from worker.interpreter import Interpreter
 from worker.messages import TransferPair, WorkerGauges
 from worker.requests import LegState, SequenceState
 
@@ -24,7 +25,7 @@ _WAITING: Final = frozenset(
 )
 
 
-def read_gauges(desk: Desk, trouble: str) -> WorkerGauges:
+def read_gauges(desk: Desk, interpreter: Interpreter, trouble: str) -> WorkerGauges:
     """The state of the worker now. ``trouble`` is empty while it is ready.
 
     Peers that were refused do not make it unready, but the reason tells of them.
@@ -68,6 +69,8 @@ def read_gauges(desk: Desk, trouble: str) -> WorkerGauges:
         transfer_busy_bytes_total=figures.busy_bytes,
         staged_bytes_total=figures.staged_bytes,
         staging_bytes=figures.staging_bytes,
+        interpreter_waits=interpreter.waits,
+        interpreter_waited_us=interpreter.waited_us,
     )
 
 

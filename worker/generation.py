@@ -20,11 +20,11 @@ from transfer.agent_events import HandoffReceived, SessionEnded
 from transfer.messages import ChoiceHandoff
 from transfer.outcome import Outcome
 from worker.desk import SUCCEEDED, Desk, Ending
-from worker.messages import TokenLogprob
 from worker.ports import CacheSequence, Drawn
 from worker.prefixes import open_whole_blocks
 from worker.requests import LegRecord, LegState, Sequence, SequenceState, TokenList
 from worker.role import Role
+from worker.token_runs import TokenLogprob
 
 Emitted = Values[npt.NDArray[np.int32]]
 

@@ -15,10 +15,11 @@ from pydantic import Field
 
 from transfer.identity import Incarnation, PeerAddress
 from transfer.wire import Codec, Message
+from worker.interpreter import WAIT_CLASSES
+from worker.token_runs import TokenRuns
 
 WorkerRole = Literal["context", "generation", "aggregated"]
 Leg = Literal["context", "generation"]
-FinishReason = Literal["stop", "length"]
 
 
 class SamplingParams(Message):
@@ -206,27 +207,6 @@ class Pong(Message):
     engine_age_ms: int
 
 
-class TokenLogprob(Message):
-    """Log-probability of one output token and of the most likely alternatives, best first."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-class TokenRun(Message):
-    """Consecutive output tokens of one choice, from output index ``index``. May repeat what another
-    worker sent.
-    """
-
-    request_id: str
-    choice: int
-    index: int
-    tokens: bytes
-    logprobs: tuple[TokenLogprob, ...] = ()
-    finish: FinishReason | None = None
-    """Set on the run that holds the last token."""
-
-
 class LegStarted(Message):
     """The leg's prompt was matched against this worker's cache."""
 
@@ -316,13 +296,19 @@ class WorkerGauges(Message):
     """Page bytes that a gather or a scatter copied."""
     staging_bytes: int
     """Memory of the staging buffers, which no quota counts."""
+    interpreter_waits: Annotated[
+        tuple[int, ...], Field(min_length=WAIT_CLASSES, max_length=WAIT_CLASSES)
+    ]
+    """Waits of the engine thread for the interpreter, one a step, in the classes of
+    :data:`worker.interpreter.WAIT_BOUNDS_US` and one above all; grow as totals do."""
+    interpreter_waited_us: int
 
 
 class StepOutput(Message):
     """Everything one engine step produced for one front end."""
 
     kind: Literal["step"] = "step"
-    runs: tuple[TokenRun, ...] = ()
+    runs: TokenRuns = ()
     started: tuple[LegStarted, ...] = ()
     ended: tuple[LegEnded, ...] = ()
     gauges: WorkerGauges | None = None

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from worker.messages import LegEnded, LegStarted, StepOutput, TokenRun
+from worker.messages import LegEnded, LegStarted, StepOutput
+from worker.token_runs import TokenRun
 
 
 @dataclass(slots=True)

@@ -23,7 +23,8 @@ from transfer.lease import TransferLease
 from transfer.messages import HandoffData
 from transfer.prefix import Prefix
 from worker.inbox import RankReported
-from worker.messages import SamplingParams, StepOutput, TokenLogprob
+from worker.messages import SamplingParams, StepOutput
+from worker.token_runs import TokenLogprob
 
 GREEDY_TEMPERATURE: Final = 1e-5
 """Below this, dividing by the temperature says nothing that argmax does not."""

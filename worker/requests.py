@@ -19,8 +19,9 @@ import numpy.typing as npt
 
 from transfer.identity import Incarnation, PeerAddress
 from transfer.lease import TransferLease
-from worker.messages import FinishReason, Leg, PrefixSource, SamplingParams, StopRule
+from worker.messages import Leg, PrefixSource, SamplingParams, StopRule
 from worker.ports import CacheSequence
+from worker.token_runs import FinishReason
 
 Tokens = npt.NDArray[np.int32]
 

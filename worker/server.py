@@ -1,13 +1,13 @@
 """The server that front ends connect to: many connections, one engine, nobody waits for anybody.
 
-Lives in the IO thread; only ``deliver`` and ``broadcast`` are called from the engine thread, and
-they only schedule.
+Lives in the IO thread; only ``deliver`` and ``broadcast`` are called from the engine thread, which
+hands outputs to the kernel itself: see :mod:`worker.outlet`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 from typing_extensions import override
@@ -35,9 +35,9 @@ class FrontEndServer(Output):
         self._put = put
         self._engine_age_ms = engine_age_ms
         self._max_buffered_bytes = max_buffered_bytes
-        self._loop = asyncio.get_running_loop()
         self._numbers = count(1)
-        self._connections: dict[int, FrontEndConnection] = {}
+        self._connections: Mapping[int, FrontEndConnection] = {}
+        """Replaced, never changed: the engine thread reads it, too."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -51,7 +51,7 @@ class FrontEndServer(Output):
         """Refuse new connections and cut those that are open. Idempotent."""
         if self._server is not None:
             self._server.close()
-        for connection in list(self._connections.values()):
+        for connection in self._connections.values():
             connection.abort()
         for task in list(self._tasks):
             task.cancel()
@@ -60,21 +60,15 @@ class FrontEndServer(Output):
 
     @override
     def deliver(self, outputs: Sequence[tuple[int, StepOutput]]) -> None:
-        if outputs:
-            self._loop.call_soon_threadsafe(self._deliver, outputs)
-
-    @override
-    def broadcast(self, output: StepOutput) -> None:
-        self._loop.call_soon_threadsafe(self._broadcast, output)
-
-    def _deliver(self, outputs: Sequence[tuple[int, StepOutput]]) -> None:
+        connections = self._connections
         for number, output in outputs:
-            connection = self._connections.get(number)
+            connection = connections.get(number)
             if connection is not None:
                 connection.send_output(output)
 
-    def _broadcast(self, output: StepOutput) -> None:
-        for connection in list(self._connections.values()):
+    @override
+    def broadcast(self, output: StepOutput) -> None:
+        for connection in self._connections.values():
             if connection.welcomed:
                 connection.send_output(output)
 
@@ -86,12 +80,14 @@ class FrontEndServer(Output):
         connection = FrontEndConnection(
             number, reader, writer, max_buffered_bytes=self._max_buffered_bytes
         )
-        self._connections[number] = connection
+        self._connections = {**self._connections, number: connection}
         try:
             await connection.serve(self._facts, self._cluster_token, self._engine_age_ms, self._put)
         except asyncio.CancelledError:
             # By close() alone. asyncio's streams would report it as an error of their own.
             connection.abort()
         finally:
-            del self._connections[number]
+            others = {**self._connections}
+            del others[number]
+            self._connections = others
             self._tasks.discard(task)

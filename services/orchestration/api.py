@@ -15,7 +15,8 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from worker.messages import FinishReason, SamplingParams, StopRule, TokenLogprob, WorkerRole
+from worker.messages import SamplingParams, StopRule, WorkerRole
+from worker.token_runs import FinishReason, TokenLogprob
 
 __all__ = [
     "ChoiceFinished",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from services.orchestration.api import TokenDelta
 from transfer.wire import unpack_ints
-from worker.messages import FinishReason, TokenLogprob, TokenRun
+from worker.token_runs import FinishReason, TokenLogprob, TokenRun
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,17 @@ class ChoiceProgress:
             else tuple(unpack_ints(run.tokens).tolist())
         )
         known = len(self.tokens)
-        if run.index > known:
+        if run.start > known:
             if self.finish is None:
                 self._keep_ahead(run, len(tokens))
             return RunEffect()
-        overlap = min(known - run.index, len(tokens))
-        conflict = self._conflict(run.index, tokens[:overlap])
+        overlap = min(known - run.start, len(tokens))
+        conflict = self._conflict(run.start, tokens[:overlap])
         if self.finish is not None:
             return RunEffect(conflict_index=conflict)
         fresh, logprobs = tokens[overlap:], run.logprobs[overlap:]
         self.tokens.extend(fresh)
-        if run.finish is not None and run.index + len(tokens) == len(self.tokens):
+        if run.finish is not None and run.start + len(tokens) == len(self.tokens):
             self.finish = run.finish
             self._ahead.clear()
         elif self._ahead:
@@ -88,9 +88,9 @@ class ChoiceProgress:
         return None
 
     def _keep_ahead(self, run: TokenRun, length: int) -> None:
-        other = self._ahead.get(run.index)
+        other = self._ahead.get(run.start)
         if other is None or len(other.tokens) < 4 * length or run.finish is not None:
-            self._ahead[run.index] = run
+            self._ahead[run.start] = run
 
     def _catch_up(
         self, fresh: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]

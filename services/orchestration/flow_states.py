@@ -13,7 +13,8 @@ from typing import Final
 
 from services.orchestration.api import Failed, OutputEvent
 from transfer.identity import Incarnation
-from worker.messages import LegEnded, LegStarted, TokenRun
+from worker.messages import LegEnded, LegStarted
+from worker.token_runs import TokenRun
 
 
 class FlowState(Enum):

@@ -9,15 +9,23 @@ from __future__ import annotations
 
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
 from services.orchestration.api import WorkerStatus
 from transfer.identity import Incarnation
+from worker.interpreter import WAIT_BOUNDS_US, WAIT_CLASSES
 from worker.messages import WorkerGauges
 
 TTFT_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -223,6 +231,7 @@ class WorkerCollector(Collector):
         self._statuses = statuses
         self._latest: dict[Incarnation, WorkerGauges] = {}
         self._past: dict[str, dict[str, float]] = {}
+        self._past_waits: dict[str, Waits] = {}
 
     def observe(self, worker: Incarnation, gauges: WorkerGauges) -> None:
         """The latest figures of an incarnation."""
@@ -236,6 +245,8 @@ class WorkerCollector(Collector):
         past = self._past.setdefault(worker.instance, dict.fromkeys(WORKER_TOTALS, 0.0))
         for name, (_, read) in WORKER_TOTALS.items():
             past[name] += read(gauges)
+        waits = self._past_waits.get(worker.instance, Waits())
+        self._past_waits[worker.instance] = waits.with_more(gauges)
 
     @override
     def collect(self) -> Iterator[Metric]:
@@ -247,6 +258,7 @@ class WorkerCollector(Collector):
             for instance, total in sorted(totals.items()):
                 counter.add_metric((instance,), total)
             yield counter
+        yield self._waits()
         statuses = {(status.instance, status.role): status for status in self._statuses()}
         for name, (text, read_status) in WORKER_GAUGES.items():
             gauge = GaugeMetricFamily(name, text, labels=("instance", "role"))
@@ -254,6 +266,40 @@ class WorkerCollector(Collector):
                 gauge.add_metric(labels, read_status(status))
             yield gauge
         yield _pairs(statuses.values())
+
+    def _waits(self) -> Metric:
+        found = dict(self._past_waits)
+        for worker, gauges in self._latest.items():
+            found[worker.instance] = found.get(worker.instance, Waits()).with_more(gauges)
+        histogram = HistogramMetricFamily(
+            "pageferry_worker_interpreter_wait_seconds",
+            "Waits of the engine thread for Python's interpreter, one a step",
+            labels=("instance",),
+        )
+        for instance, waits in sorted(found.items()):
+            histogram.add_metric((instance,), waits.buckets(), waits.waited_us / 1e6)
+        return histogram
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Of one instance's engine threads, by the classes of ``WAIT_BOUNDS_US`` and one above all."""
+
+    counts: tuple[int, ...] = (0,) * WAIT_CLASSES
+    waited_us: int = 0
+
+    def with_more(self, gauges: WorkerGauges) -> Waits:
+        """These and an incarnation's."""
+        counts = zip(self.counts, gauges.interpreter_waits, strict=True)
+        return Waits(
+            tuple(mine + more for mine, more in counts),
+            self.waited_us + gauges.interpreter_waited_us,
+        )
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Upper ends in seconds, and how many were no longer: what Prometheus shows."""
+        ends = [*(str(bound / 1e6) for bound in WAIT_BOUNDS_US), "+Inf"]
+        return list(zip(ends, accumulate(self.counts), strict=True))
 
 
 def _pairs(statuses: Iterable[WorkerStatus]) -> Metric:

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from services.orchestration.flow_states import LegReport
 from transfer.identity import Incarnation
-from worker.messages import LegEnded, LegStarted, StepOutput, TokenRun
+from worker.messages import LegEnded, LegStarted, StepOutput
+from worker.token_runs import TokenRun
 
 
 class _Parts:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tests.support.fake_tokens import fake_token
-from worker.messages import FinishReason
+from worker.token_runs import FinishReason
 
 PROMPT_TOKENS = 100
 

@@ -45,7 +45,8 @@ from services.orchestration.flow_states import (
 from tests.sim.flow_requests import PROMPT_TOKENS, SimClock, SimRequest
 from transfer.identity import Incarnation
 from transfer.wire import pack_ints
-from worker.messages import FinishReason, Leg, LegEnded, LegStarted, TokenRun
+from worker.messages import Leg, LegEnded, LegStarted
+from worker.token_runs import FinishReason, TokenRun
 
 ATTEMPT = 1000
 
@@ -94,7 +95,7 @@ class SimLeg:
         return TokenRun(
             request_id=self.leg_id,
             choice=choice,
-            index=start,
+            start=start,
             tokens=pack_ints(tokens),
             finish=finish,
         )

@@ -21,8 +21,9 @@ from typing_extensions import override
 
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.ports import PageCopier, SlotArray
-from worker.messages import SamplingParams, StopRule, TokenLogprob
+from worker.messages import SamplingParams, StopRule
 from worker.ports import Draw, Drawn, Executor, LaunchedStep, RowFailed, Slice, SliceResult
+from worker.token_runs import TokenLogprob
 
 MASK = (1 << 64) - 1
 ROOT_STAMP = 0x9E3779B97F4A7C15

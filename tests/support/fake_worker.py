@@ -29,7 +29,6 @@ from worker.messages import (
     WORKER_CODEC,
     Cancel,
     Challenge,
-    FinishReason,
     Generate,
     Hello,
     Leg,
@@ -41,14 +40,13 @@ from worker.messages import (
     Refused,
     StepOutput,
     Stop,
-    TokenLogprob,
-    TokenRun,
     TransferPair,
     Warm,
     Welcome,
     WorkerGauges,
     WorkerRole,
 )
+from worker.token_runs import FinishReason, TokenLogprob, TokenRun
 
 FAKE_TOKEN = "test-cluster-token"  # a name both ends agree on, not a secret
 
@@ -385,7 +383,7 @@ class FakeWorker:
         run = TokenRun(
             request_id=message.request_id,
             choice=choice,
-            index=index,
+            start=index,
             tokens=pack_ints((token,)),
             logprobs=logprobs,
             finish=finish,

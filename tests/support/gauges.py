@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from worker.interpreter import WAIT_CLASSES
 from worker.messages import WorkerGauges
 
 IDLE_GAUGES: Final = WorkerGauges(
@@ -38,4 +39,6 @@ IDLE_GAUGES: Final = WorkerGauges(
     transfer_busy_bytes_total=0,
     staged_bytes_total=0,
     staging_bytes=0,
+    interpreter_waits=(0,) * WAIT_CLASSES,
+    interpreter_waited_us=0,
 )

@@ -25,8 +25,9 @@ from typing_extensions import override
 
 from tests.support import naive_sampling as naive
 from worker.config import ElementType
-from worker.messages import SamplingParams, TokenLogprob
+from worker.messages import SamplingParams
 from worker.model.loader import load_model
+from worker.token_runs import TokenLogprob
 
 TOLERANCE: Final = 1e-3
 POSITIONS_PER_DIFFERENCE: Final = 100

@@ -30,11 +30,11 @@ from worker.messages import (
     Refused,
     StepOutput,
     Stop,
-    TokenLogprob,
     Warm,
     Welcome,
     WorkerGauges,
 )
+from worker.token_runs import TokenLogprob
 
 ANSWER_TIMEOUT_S = 60.0
 
@@ -124,8 +124,8 @@ class RawFrontEnd:
         for run in output.runs:
             choice = self.choices.setdefault((run.request_id, run.choice), RawChoice())
             for offset, token in enumerate(unpack_ints(run.tokens).tolist()):
-                assert run.index + offset not in choice.tokens, "a worker repeats itself"
-                choice.tokens[run.index + offset] = token
+                assert run.start + offset not in choice.tokens, "a worker repeats itself"
+                choice.tokens[run.start + offset] = token
             choice.logprobs += run.logprobs
             choice.finish = run.finish or choice.finish
         for ended in output.ended:

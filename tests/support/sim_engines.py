@@ -26,6 +26,7 @@ from transfer.wire import pack_ints, unpack_ints
 from worker.demand import PageDemand
 from worker.engine import Engine, EngineLimits, EngineParts
 from worker.inbox import Command, FrontEndCommand, InboxItem
+from worker.interpreter import OnlyThread
 from worker.messages import (
     Generate,
     Leg,
@@ -36,13 +37,13 @@ from worker.messages import (
     SamplingParams,
     StepOutput,
     StopRule,
-    TokenLogprob,
     WorkerGauges,
 )
 from worker.ports import Output
 from worker.prefixes import PullLimits
 from worker.ranks import RankManager
 from worker.recording import LeaderManager
+from worker.token_runs import TokenLogprob
 
 BLOCK = 4
 VOCAB = 97
@@ -100,6 +101,22 @@ class Choice:
     sources: list[str] = field(default_factory=list)
 
 
+class CountedShares(OnlyThread):
+    """Nobody to share with, and every time counts as a wait of no length."""
+
+    def __init__(self) -> None:
+        self._shares = 0
+
+    @override
+    def share(self) -> None:
+        self._shares += 1
+
+    @property
+    @override
+    def waits(self) -> tuple[int, ...]:
+        return (self._shares, *super().waits[1:])
+
+
 class SimWorker(Output):
     """One worker."""
 
@@ -142,6 +159,7 @@ class SimWorker(Output):
                 output=self,
                 clock=world.clock,
                 demand=demand,
+                interpreter=CountedShares(),
             ),
             EngineLimits(
                 max_sequence_tokens=min(
@@ -220,7 +238,7 @@ class SimWorld:
         for run in output.runs:
             choice = self.choices.setdefault((run.request_id, run.choice), Choice())
             for offset, token in enumerate(unpack_ints(run.tokens).tolist()):
-                index = run.index + offset
+                index = run.start + offset
                 assert index <= len(choice.tokens), f"{run.request_id}: a token is missing"
                 if index < len(choice.tokens):
                     assert choice.tokens[index] == token, f"{run.request_id}: workers disagree"
@@ -230,7 +248,7 @@ class SimWorld:
                 choice.sources.append(name)
                 choice.logprobs += run.logprobs[offset : offset + 1]
             if run.finish is not None:
-                assert run.index + len(unpack_ints(run.tokens)) == len(choice.tokens)
+                assert run.start + len(unpack_ints(run.tokens)) == len(choice.tokens)
                 choice.finish = run.finish
         for ended in output.ended:
             leg = self._leg(name, ended.leg, ended.request_id)

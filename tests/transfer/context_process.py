@@ -4,7 +4,8 @@ The process prints its address as JSON, then the end of every session, and answe
 :class:`RankState`; it ends with its standard input. Block ``i`` comes from slot ``i * stride``,
 whose bytes are :func:`token_values`. A request gets as many blocks as there are slots, in chunks;
 one whose id ends in ``#k`` gets blocks ``k, k + 1, ...`` instead, round the end, so that requests
-can be told apart by every byte.
+can be told apart by every byte. One whose id begins with :data:`UNFINISHED` gets no last chunk and
+no hand-over, so that it is under way whenever a signal arrives.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from transfer.agent_events import AgentEvent, GrantReceived, LeaseEnded, Session
 from transfer.control import ControlTiming
 from transfer.costs import TransferCosts
 from transfer.ucx.transport import UcxTransport
+
+UNFINISHED = "unfinished "
 
 
 @dataclass(frozen=True)
@@ -189,10 +192,15 @@ class ContextRank:
         self.ship(request_id)
 
     def ship(self, request_id: str) -> None:
-        """All of it."""
-        for start in range(0, self._facts.num_slots, self._facts.chunk_blocks):
+        """All of it, or all but the last chunk of an unfinished one."""
+        starts = range(0, self._facts.num_slots, self._facts.chunk_blocks)
+        if request_id.startswith(UNFINISHED):
+            starts = starts[:-1]
+            assert starts, "expected two chunks at least, so that one is shipped"
+        for start in starts:
             self.ship_chunk(request_id, start)
-        self.agent.hand_off(request_id, HANDOFF)
+        if not request_id.startswith(UNFINISHED):
+            self.agent.hand_off(request_id, HANDOFF)
 
     def ship_chunk(self, request_id: str, start: int) -> None:
         """The chunk that starts at this block."""

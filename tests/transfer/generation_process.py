@@ -2,9 +2,10 @@
 
 The process prints its address as JSON. Orders are lines of standard input: ``start ID``,
 ``cancel ID``, ``soak FIRST COUNT CANCEL_EVERY`` (requests ``soak FIRST`` and so on, one after
-another, every so-manyth cancelled at a random moment; 0: none), ``state``. Except in a soak it
-prints ``ready``, ``chunk``, ``ended`` and ``home`` with the request's id as they happen. It ends
-with its standard input.
+another, every so-manyth cancelled at a random moment; 0: none), ``signal NAME ID`` (the process
+sends itself this signal at the request's first chunk: from elsewhere it could come after the
+last), ``state``. Except in a soak it prints ``ready``, ``chunk``, ``ended`` and ``home`` with the
+request's id as they happen. It ends with its standard input.
 
 Free pages are stamped, and taken last in, first out. A page that has lost its stamp while it was
 free, or does not hold the context rank's bytes after a success, is a wrong page.
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -86,6 +89,8 @@ class GenerationRank:
         self._facts = facts
         self._listener = say
         self._soaking = False
+        self.signals: dict[str, signal.Signals] = {}
+        """What comes with the first chunk of a request, by its id."""
         self.leases_out = 0
         self.wrong_pages = 0
         self._free = [
@@ -126,6 +131,8 @@ class GenerationRank:
                 self._give_pages(name)
             case ChunkReceived():
                 self._say(f"chunk {name} {event.end_block}")
+                if name in self.signals:
+                    os.kill(os.getpid(), self.signals.pop(name))
             case HandoffReceived():
                 assert event.data == HANDOFF
             case SessionEnded():
@@ -207,6 +214,8 @@ async def obey(facts: GenerationFacts) -> None:
                 rank.start(" ".join(name))
             case ["cancel", *name]:
                 rank.agent.cancel(" ".join(name), "not wanted")
+            case ["signal", number, *name]:
+                rank.signals[" ".join(name)] = signal.Signals[number]
             case ["soak", first, count, cancel_every]:
                 seconds = await rank.soak(int(first), int(count), int(cancel_every))
                 print(f"soaked {seconds}")

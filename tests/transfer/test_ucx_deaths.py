@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from tests.support.process_facts import ProcessFacts
 from tests.transfer.agent_rig import WAIT_S, Lease, Node, NodeFacts, Wire, start_node
-from tests.transfer.context_process import AT_HOME, ContextFacts
+from tests.transfer.context_process import AT_HOME, UNFINISHED, ContextFacts
 from tests.transfer.generation_process import GenerationFacts
 from tests.transfer.ucx_contexts import (
     RankProcess,
@@ -67,18 +67,20 @@ async def test_a_killed_context_rank_is_back_at_its_port(moment: str) -> None:
     async with generation(FACTS.slot_bytes, 2 * BLOCKS) as node:
         async with context_process(FACTS) as context:
             pages: Lease | None = None
+            name = "r"
             if moment == "idle":
-                node.agent.grant("r", (context.address,), 10, 20_000)
-                await node.engine.expect(AnnounceReceived, "r")
+                node.agent.grant(name, (context.address,), 10, 20_000)
+                await node.engine.expect(AnnounceReceived, name)
             else:
-                pages = await start_request(node, context, "r", FIRST)
-                await node.engine.expect(ChunkReceived, "r")
+                name = f"{UNFINISHED}r"
+                pages = await start_request(node, context, name, FIRST)
+                await node.engine.expect(ChunkReceived, name)
             context.signal(signal.SIGKILL)
             killed = time.perf_counter()
-            reason = await failed_once(node, "r")
+            reason = await failed_once(node, name)
             print(f"noticed after {(time.perf_counter() - killed) * 1e3:.0f} ms: {reason}")
             if pages is not None:
-                await node.engine.expect(LeaseEnded, "r")
+                await node.engine.expect(LeaseEnded, name)
                 assert (pages.releases, pages.quarantines) == (1, 0)
             stamp(node, FIRST, STAMP)
             assert await context.process.exit_code() == -signal.SIGKILL
@@ -97,9 +99,8 @@ async def test_a_killed_generation_rank_is_back_at_its_port() -> None:
     async with context_here(FACTS) as (rank, address, ends):
         facts = GenerationFacts(FACTS, address)
         async with generation_process(facts) as receiver:
+            receiver.process.order("signal SIGKILL r")
             receiver.process.order("start r")
-            await receiver.process.line_of("chunk r")
-            receiver.signal(signal.SIGKILL)
             assert (await ends.of("r")).startswith("ended r failed")
             assert await all_home(rank) == AT_HOME
             port = receiver.address.control_port
@@ -154,7 +155,7 @@ async def test_peers_that_come_and_die_leave_nothing_in_the_survivor() -> None:
         context_here(FACTS) as (_, address, ends),
     ):
         for number in range(6):
-            name = f"killed {number}"
+            name = f"{UNFINISHED}killed {number}"
             async with context_process(FACTS) as context:
                 await more(node, context, 2, FIRST)
                 await start_request(node, context, name, FIRST)
@@ -163,10 +164,13 @@ async def test_peers_that_come_and_die_leave_nothing_in_the_survivor() -> None:
                 context.signal(signal.SIGKILL)
                 await node.engine.expect(SessionEnded, name)
             async with generation_process(GenerationFacts(FACTS, address)) as receiver:
-                receiver.process.order(f"start {name}")
-                await receiver.process.line_of(f"chunk {name}" if held else f"home {name}")
-                receiver.signal(signal.SIGKILL)
-                await ends.of(name)
+                if held:
+                    receiver.process.order(f"signal SIGKILL killed {number}")
+                receiver.process.order(f"start killed {number}")
+                if not held:
+                    await receiver.process.line_of(f"home killed {number}")
+                    receiver.signal(signal.SIGKILL)
+                await ends.of(f"killed {number}")
             held.append(await settled(held[:1]))
     print(f"after the first and the sixth death of each kind: {held[0]}, {held[-1]}")
 
@@ -224,17 +228,18 @@ async def test_a_connection_that_breaks_in_mid_transfer_is_made_anew(which: str)
         wire = Wire(context.address)
         through: PeerAddress = await wire.start()
         context.address = through
-        pages = await start_request(node, context, "r", FIRST)
-        await node.engine.expect(ChunkReceived, "r")
+        name = f"{UNFINISHED}r"
+        pages = await start_request(node, context, name, FIRST)
+        await node.engine.expect(ChunkReceived, name)
         if which == "control":
             wire.cut()
         else:
             await transport.break_endpoint()
-        await failed_once(node, "r")
-        await node.engine.expect(LeaseEnded, "r")
+        await failed_once(node, name)
+        await node.engine.expect(LeaseEnded, name)
         assert (pages.releases, pages.quarantines) == (1, 0)
         stamp(node, FIRST, STAMP)
-        assert (await context.process.line_of("ended r")).startswith("ended r failed")
+        assert (await context.process.line_of(f"ended {name}")).startswith(f"ended {name} failed")
         await start_request(node, context, "next#3", SECOND)
         await complete(node, "next#3", SECOND)
         assert is_stamped(node, FIRST, STAMP)

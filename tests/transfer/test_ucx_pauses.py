@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.transfer.context_process import AT_HOME, ContextFacts, fill_tokens
+from tests.transfer.context_process import AT_HOME, UNFINISHED, ContextFacts, fill_tokens
 from tests.transfer.generation_process import GenerationFacts
 from tests.transfer.ucx_contexts import (
     complete,
@@ -65,22 +65,23 @@ async def test_a_stopped_context_rank_writes_no_page_after_it_was_given_up(
         context_process(replace(FACTS, message_us=message_us)) as context,
         generation(FACTS.slot_bytes, 2 * BLOCKS, timing=FACTS.timing) as node,
     ):
-        pages = await start_request(node, context, "r", FIRST)
-        await node.engine.expect(ChunkReceived, "r")
+        name = f"{UNFINISHED}r"
+        pages = await start_request(node, context, name, FIRST)
+        await node.engine.expect(ChunkReceived, name)
         context.signal(signal.SIGSTOP)
-        end = await node.engine.expect(SessionEnded, "r")
+        end = await node.engine.expect(SessionEnded, name)
         assert end.outcome is Outcome.FAILED
         assert "no word from the peer" in end.reason
-        await node.engine.expect(LeaseEnded, "r")
+        await node.engine.expect(LeaseEnded, name)
         stamp(node, FIRST, STAMP)
         context.signal(signal.SIGCONT)
         await start_request(node, context, "next#3", SECOND)
         await complete(node, "next#3", SECOND)
-        await context.process.line_of("ended r")
+        await context.process.line_of(f"ended {name}")
         assert await context.home() == AT_HOME
         assert is_stamped(node, FIRST, STAMP)
         assert (pages.releases, pages.quarantines) == (1, 0)
-        assert len(node.engine.of(SessionEnded, "r")) == 1
+        assert len(node.engine.of(SessionEnded, name)) == 1
 
 
 @pytest.mark.parametrize("message_us", WAYS)
@@ -91,9 +92,9 @@ async def test_a_stopped_generation_rank_takes_no_page_that_was_given_up(
     facts = replace(FACTS, message_us=message_us)
     async with context_here(facts) as (rank, address, ends):
         async with generation_process(GenerationFacts(facts, address)) as receiver:
+            receiver.process.order("signal SIGSTOP r")
             receiver.process.order("start r")
             await receiver.process.line_of("chunk r")
-            receiver.signal(signal.SIGSTOP)
             assert "no word from the peer" in await ends.of("r")
             assert await all_home(rank) == AT_HOME
             for array in rank.memory.pools.values():

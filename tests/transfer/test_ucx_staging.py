@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.devices import usable
 from tests.transfer.agent_rig import Node
-from tests.transfer.context_process import AT_HOME, ContextFacts
+from tests.transfer.context_process import AT_HOME, UNFINISHED, ContextFacts
 from tests.transfer.ucx_contexts import (
     RankProcess,
     complete,
@@ -170,7 +170,7 @@ async def test_the_sender_is_killed_with_staged_receives_under_way() -> None:
     slots = scattered(blocks)
     async with generation(LARGE, blocks) as node:
         for number in range(3):
-            name = f"killed {number}"
+            name = f"{UNFINISHED}killed {number}"
             async with context_process(
                 ContextFacts(LARGE, blocks, stride=7, tokens_per_page=4)
             ) as context:

@@ -13,9 +13,10 @@ from tests.support.devices import DEVICES, usable
 from tests.support.models import FAMILIES
 from tests.support.oracle import ReferenceModel, check_equal, check_logprobs
 from tests.worker.model.harness import PagedModel
-from worker.messages import SamplingParams, TokenLogprob
+from worker.messages import SamplingParams
 from worker.ports import Draw
 from worker.sampling import Sampled, sample
+from worker.token_runs import TokenLogprob
 
 TinyModel = Callable[[str], Path]
 

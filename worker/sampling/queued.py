@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.messages import TokenLogprob
 from worker.ports import Draw
 from worker.sampling.batched import draw_group, group_rows
 from worker.sampling.penalties import changes_of, processed
@@ -25,6 +24,7 @@ from worker.sampling.rows import (
     reason_of,
     reason_of_changed,
 )
+from worker.token_runs import TokenLogprob
 from worker.upload import Array, upload
 
 

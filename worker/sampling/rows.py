@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from worker.messages import TokenLogprob
+from worker.token_runs import TokenLogprob
 
 
 @dataclass(frozen=True)

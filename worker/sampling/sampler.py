@@ -16,7 +16,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from worker.messages import TokenLogprob
 from worker.ports import Draw
 from worker.sampling.penalties import changes_of, processed
 from worker.sampling.queued import queue_draws
@@ -28,6 +27,7 @@ from worker.sampling.rows import (
     reason_of_changed,
 )
 from worker.sampling.rowwise import draw_row
+from worker.token_runs import TokenLogprob
 
 
 @torch.inference_mode()

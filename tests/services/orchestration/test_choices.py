@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from services.orchestration.choices import ChoiceProgress
 from transfer.wire import pack_ints
-from worker.messages import FinishReason, TokenLogprob, TokenRun
+from worker.token_runs import FinishReason, TokenLogprob, TokenRun
 
 OUTPUT = tuple(range(100, 120))
 
@@ -18,7 +18,7 @@ def make_run(start: int, end: int, *, finish: FinishReason | None = None) -> Tok
     return TokenRun(
         request_id="r",
         choice=0,
-        index=start,
+        start=start,
         tokens=pack_ints(OUTPUT[start:end]),
         logprobs=tuple(TokenLogprob(logprob=-float(i)) for i in range(start, end)),
         finish=finish,
@@ -56,7 +56,7 @@ def test_a_repetition_is_dropped_and_a_contradiction_is_told() -> None:
     progress = ChoiceProgress(0)
     progress.accept(make_run(0, 2))
     assert progress.accept(make_run(0, 2)).delta is None
-    wrong = make_run(1, 3).model_copy(update={"tokens": pack_ints((7, 8))})
+    wrong = make_run(1, 3)._replace(tokens=pack_ints((7, 8)))
     effect = progress.accept(wrong)
     assert effect.conflict_index == 1
     assert progress.tokens[:2] == [100, 101]

@@ -34,7 +34,8 @@ from services.orchestration.flow_states import (
 )
 from transfer.identity import Incarnation
 from transfer.wire import pack_ints
-from worker.messages import Leg, LegEnded, LegStarted, TokenRun
+from worker.messages import Leg, LegEnded, LegStarted
+from worker.token_runs import TokenRun
 
 CONTEXT = Incarnation(instance="context-0", nonce="a")
 GENERATION = Incarnation(instance="generation-0", nonce="b")
@@ -59,7 +60,7 @@ def run(index: int, *tokens: int, leg: str = "r", choice: int = 0, last: bool = 
     return TokenRun(
         request_id=leg,
         choice=choice,
-        index=index,
+        start=index,
         tokens=pack_ints(tokens),
         finish="length" if last else None,
     )

@@ -9,6 +9,7 @@ from services.orchestration.api import WorkerPair, WorkerStatus
 from services.orchestration.metrics import RequestMetrics, WorkerCollector
 from tests.support.gauges import IDLE_GAUGES
 from transfer.identity import Incarnation
+from worker.interpreter import WAIT_BOUNDS_US, WAIT_CLASSES
 from worker.messages import WorkerGauges
 
 
@@ -39,6 +40,31 @@ def test_totals_grow_over_a_restart() -> None:
         "pageferry_transfer_busy_seconds_total", {"instance": "generation-0"}
     )
     assert seconds == pytest.approx(0.157)
+
+
+def test_waits_for_the_interpreter_are_one_histogram_over_incarnations() -> None:
+    registry = CollectorRegistry()
+    collector = WorkerCollector(tuple)
+    registry.register(collector)
+    counts = [0] * WAIT_CLASSES
+    counts[0], counts[-1] = 5, 1
+    gauges = IDLE_GAUGES.model_copy(
+        update={"interpreter_waits": tuple(counts), "interpreter_waited_us": 30_000}
+    )
+    first = Incarnation.mint("context-0")
+    collector.observe(first, gauges)
+    collector.fold(first)
+    collector.observe(Incarnation.mint("context-0"), gauges)
+    name = "pageferry_worker_interpreter_wait_seconds"
+
+    def value(what: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name + what, {"instance": "context-0", **labels})
+
+    last = WAIT_BOUNDS_US[-1] / 1e6
+    assert value("_bucket", le=str(WAIT_BOUNDS_US[0] / 1e6)) == 10
+    assert value("_bucket", le=str(last)) == 10
+    assert value("_bucket", le="+Inf") == value("_count") == 12
+    assert value("_sum") == pytest.approx(0.06)
 
 
 def test_metrics_live_in_the_registry_that_is_passed_in() -> None:

@@ -24,9 +24,9 @@ from worker.messages import (
     Ping,
     Refused,
     StepOutput,
-    TokenRun,
 )
 from worker.server import FrontEndServer
+from worker.token_runs import TokenRun
 
 TOKEN = "token"
 ME = Incarnation(instance="w", nonce="1")
@@ -83,7 +83,7 @@ async def serving(max_buffered_bytes: int = 1 << 20) -> AsyncIterator[Rig]:
 
 
 def output_of(request_id: str, tokens: int = 1) -> StepOutput:
-    run = TokenRun(request_id=request_id, choice=0, index=0, tokens=pack_ints([7] * tokens))
+    run = TokenRun(request_id=request_id, choice=0, start=0, tokens=pack_ints([7] * tokens))
     return StepOutput(runs=(run,))
 
 
