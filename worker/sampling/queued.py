@@ -25,7 +25,7 @@ from worker.sampling.rows import (
     reason_of_changed,
 )
 from worker.token_runs import TokenLogprob
-from worker.upload import Array, upload
+from worker.upload import upload
 
 
 @dataclass(frozen=True)
@@ -87,46 +87,35 @@ def queue_draws(logits: torch.Tensor, rows: Sequence[Draw]) -> QueuedDraws:
         (i, count) for i, row in enumerate(rows) if (count := row.params.logprobs) is not None
     )
     groups = group_rows(rows)
-    by_group = [group.columns for group in groups]
-    changes = changes_of([rows[i] for i in changed]) if changed else []
-    wants = np.array([i for i, _ in wanted], np.int64)
-    flat = [np.array(changed, np.int64), *changes, wants, *(c for cs in by_group for c in cs)]
-    there = iter(_uploaded(flat, logits.device))
-    changed_rows = next(there)
-    cells = [next(there) for _ in changes]
-    wanted_rows = next(there)
-
     found = logits.max(dim=1)
     tokens, scores = found.indices, logits
-    parts = [found.values.float()]
-    if changed:
-        picked = logits.index_select(0, changed_rows)
-        altered = processed(picked, cells)
-        best = altered.max(dim=1)
-        tokens = tokens.index_copy(0, changed_rows, best.indices)
-        parts += [best.values, _allowed(picked, cells)]
-        if groups:
-            scores = logits.index_copy(0, changed_rows, altered)
-    else:
-        parts += [parts[0][:0]] * 2
-    for group, columns in zip(groups, by_group, strict=True):
-        own = [next(there) for _ in columns]
-        drawn = draw_group(scores.index_select(0, own[0]), group, own)
-        tokens = tokens.index_copy(0, own[0], drawn)
-    parts += _logprobs(logits, tokens, wanted_rows, wanted) if wanted else [parts[0][:0]] * 3
-    vector = torch.cat([tokens.int(), *(_as_ints(part) for part in parts)])
-    told, event = _sent_back(vector)
-    sizes = (len(rows), *(part.numel() for part in parts))
-    return QueuedDraws(tokens, told, sizes, event, changed, wanted)
-
-
-def _uploaded(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
-    """Nothing goes to the device for rows that are all greedy and plain."""
-    return (
-        upload(arrays, device)
-        if any(array.size for array in arrays)
-        else [torch.from_numpy(array) for array in arrays]
-    )
+    told: list[torch.Tensor | None] = [found.values, None, None, None, None, None]
+    if changed or wanted or groups:
+        by_group = [group.columns for group in groups]
+        changes = changes_of([rows[i] for i in changed]) if changed else []
+        indices = [np.array(of, np.int64) for of in (changed, [i for i, _ in wanted])]
+        flat = [*indices, *changes, *(column for columns in by_group for column in columns)]
+        there = iter(upload(flat, logits.device))
+        changed_rows, wanted_rows = next(there), next(there)
+        cells = [next(there) for _ in changes]
+        if changed:
+            picked = logits.index_select(0, changed_rows)
+            altered = processed(picked, cells)
+            best = altered.max(dim=1)
+            tokens = tokens.index_copy(0, changed_rows, best.indices)
+            told[1:3] = [best.values, _allowed(picked, cells)]
+            if groups:
+                scores = logits.index_copy(0, changed_rows, altered)
+        for group, columns in zip(groups, by_group, strict=True):
+            own = [next(there) for _ in columns]
+            drawn = draw_group(scores.index_select(0, own[0]), group, own)
+            tokens = tokens.index_copy(0, own[0], drawn)
+        if wanted:
+            told[3:] = _logprobs(logits, tokens, wanted_rows, wanted)
+    parts = [part.reshape(-1).view(torch.int32) for part in told if part is not None]
+    vector, event = _sent_back(torch.cat([tokens.int(), *parts]))
+    sizes = (len(rows), *(0 if part is None else part.numel() for part in told))
+    return QueuedDraws(tokens, vector, sizes, event, changed, wanted)
 
 
 def _allowed(picked: torch.Tensor, cells: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -151,11 +140,6 @@ def _logprobs(
     return [own, best - log_mass, ids.int()]
 
 
-def _as_ints(part: torch.Tensor) -> torch.Tensor:
-    """The same bits as int32 numbers in a row."""
-    return part.reshape(-1).view(torch.int32)
-
-
 def _sent_back(vector: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
     if vector.device.type != "cuda":
         return vector.cpu(), None
@@ -167,8 +151,10 @@ def _sent_back(vector: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | N
 
 
 def _split(vector: npt.NDArray[np.int32], sizes: Sequence[int]) -> Iterator[npt.NDArray[np.int32]]:
-    ends = np.cumsum(sizes)
-    return iter(np.split(vector, ends[:-1]))
+    begin = 0
+    for size in sizes:
+        yield vector[begin : begin + size]
+        begin += size
 
 
 def _floats(part: npt.NDArray[np.int32]) -> list[float]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from worker.token_runs import TokenLogprob
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     """A drawn token. ``logprob`` is there when the draw's parameters ask for it."""
 
     token: int
