@@ -12,7 +12,6 @@ call to the callback.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import time
@@ -23,7 +22,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from benchmarks import report
+from benchmarks import options, report
+from benchmarks.devices import add_device
+from benchmarks.timing import wait
 from transfer.copy_plan import CopyPlan, Slots
 from transfer.plan import Fragment, GroupPlan, GroupSide
 from transfer.staging_buffers import STAGING_BUFFERS
@@ -158,18 +159,14 @@ class Bench:
         found: dict[str, list[float]] = {name: [] for name in works}
         for number in range(ROUNDS + 1):
             for name, work in works.items():
-                self._settle()
+                wait(self._device)
                 started = time.perf_counter()
                 for call in range(CALLS):
                     work(call % TURNS)
-                self._settle()
+                wait(self._device)
                 if number:  # the first compiles and warms up
                     found[name].append((time.perf_counter() - started) / CALLS)
         return {name: statistics.median(samples) for name, samples in found.items()}
-
-    def _settle(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     async def staged(self, layout: Layout) -> dict[str, Any]:
         """Messages through the staging thread."""
@@ -237,16 +234,15 @@ def layouts() -> Iterator[Layout]:
 
 def main() -> None:
     """Print a table and one line of JSON."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.device_copies")
-    parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the program out")
+    parser = options.parser("device_copies", __doc__)
+    add_device(parser)
     parser.add_argument("--pool-mib", type=int, default=8192, help="memory that slots lie in")
     parser.add_argument("--message-mib", type=int, default=256, help="bytes of one pass")
     parser.add_argument("--torch", action="store_true", help="torch's copies instead of kernels")
-    parser.add_argument("--out", help="also write the result to this file")
     arguments = parser.parse_args()
     if arguments.message_mib << 20 < PAGES * PAGE_BYTES:
         parser.error(f"--message-mib: expected room for a block of {PAGES * PAGE_BYTES} bytes")
-    device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
+    device = arguments.device
     copies = DeviceCopies(IndexedUnits())
     if device.type == "cuda" and not arguments.torch:
         from worker.device_kernels import TritonUnits

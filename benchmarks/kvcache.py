@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from benchmarks import report
+from benchmarks import options, report
 from benchmarks.kvcache_reference import ReferenceCache, export_tables
 from kvcache_core.hashing import Prompt, prefix_keys
 from kvcache_core.index_space import IndexKind, IndexSpace
@@ -361,9 +361,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = options.parser("kvcache", __doc__)
     parser.add_argument(
         "--sizes",
         type=int,
@@ -376,7 +374,6 @@ def main() -> None:
     parser.add_argument(
         "--memory-blocks", type=int, default=100_000, help="blocks of the run under tracemalloc"
     )
-    parser.add_argument("--out")
     arguments = parser.parse_args()
     if min(arguments.sizes) < 4 * PROMPT_BLOCKS:
         parser.error(f"a cache needs at least {4 * PROMPT_BLOCKS} blocks")

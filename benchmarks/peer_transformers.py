@@ -17,23 +17,12 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.generation.streamers import BaseStreamer
+
+from benchmarks.devices import DTYPES
+from benchmarks.stamps import Stamps
 
 
-class Stamps(BaseStreamer):  # type: ignore[misc]
-    """Records when each token is there."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Nothing is buffered."""
-
-
-def load(path: Path) -> tuple[Any, Any]:
+def load(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     if path.suffix == ".gguf":
         where: dict[str, Any] = {
             "pretrained_model_name_or_path": path.parent,
@@ -42,7 +31,7 @@ def load(path: Path) -> tuple[Any, Any]:
     else:
         where = {"pretrained_model_name_or_path": path}
     tokenizer = AutoTokenizer.from_pretrained(**where)
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype).eval()
     return tokenizer, model
 
 
@@ -50,9 +39,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--dtype", choices=sorted(DTYPES), required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    tokenizer, model = load(arguments.model)
+    tokenizer, model = load(arguments.model, DTYPES[arguments.dtype])
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
@@ -73,10 +63,10 @@ def main() -> None:
                 min_new_tokens=count,
                 streamer=stamps,
             )
-        # The first put is the prompt itself.
-        answer = {"ms": [(t - started) * 1e3 for t in stamps.times[1:]]}
-        answer["ms"][-1:] = [(time.perf_counter() - started) * 1e3]
-        print(json.dumps(answer), flush=True)
+        times = [(t - started) * 1e3 for t in stamps.times]
+        times[-1:] = [(time.perf_counter() - started) * 1e3]
+        prompt_tokens = inputs["input_ids"].shape[1]
+        print(json.dumps({"ms": times, "prompt_tokens": prompt_tokens}), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("pageferry", "torch", "transformers", "ray", "ucxx-cu13")
+PACKAGES = ("pageferry", "torch", "triton", "transformers", "ray", "ucxx-cu13")
 
 
 def quantiles(samples: Sequence[float]) -> dict[str, float]:

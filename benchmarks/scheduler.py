@@ -10,7 +10,6 @@ and after that with one that prefills beside, until all rows are taken (``prefil
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import gc
 import pstats
@@ -22,13 +21,13 @@ from typing import Final
 import numpy as np
 from typing_extensions import override
 
-from benchmarks import report
+from benchmarks import options, report
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.manager import UnifiedKVCacheManager
 from kvcache_core.ports import PageCopier, SlotArray
 from kvcache_core.spec import ElementType, KVCacheLayerOwner, KVCacheLayerSpec
 from transfer.agent_figures import TransferFigures
-from transfer.identity import PeerAddress
+from transfer.identity import Incarnation, PeerAddress
 from transfer.lease import TransferLease
 from transfer.messages import HandoffData
 from transfer.prefix import Prefix
@@ -212,6 +211,7 @@ class MeasuredEngine:
         )
         self._engine = Engine(
             EngineParts(
+                incarnation=Incarnation.mint("benchmark"),
                 manager=self._manager,
                 transfers=NoTransfers(),
                 executor=NoModel(),
@@ -314,13 +314,12 @@ def _ms(samples: Sequence[int]) -> float:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scheduler", description=__doc__)
+    parser = options.parser("scheduler", __doc__)
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--waiting", type=int, default=64)
     parser.add_argument("--profile", action="store_true", help="print where turns spend their time")
-    parser.add_argument("--out", help="also write the result to this file")
     arguments = parser.parse_args()
     outputs = 4 * arguments.steps + arguments.running
     engine = decoding(arguments.running, arguments.prompt, outputs)

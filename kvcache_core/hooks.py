@@ -3,8 +3,9 @@
 A base derives from :class:`HookBase` and marks what may be overridden with :func:`hook`. A subclass
 marks what it overrides with :func:`overrides_hook`. Creating a class raises HookError when such a
 method names no hook of a base, cannot be called the way the base's callers call the hook, or is not
-marked although a base has a hook of that name. Methods that compose hooks are marked with
-``typing.final``: no subclass can bypass the hooks that they call.
+marked although a base has a hook of that name. Hooks are plain methods and class methods, marked
+innermost. Methods that compose hooks are marked with ``typing.final``: no subclass can bypass the
+hooks that they call.
 """
 
 from __future__ import annotations
@@ -31,21 +32,29 @@ class HookError(TypeError):
 
 
 def hook(method: Method) -> Method:
-    """Mark a plain method of a HookBase as one that subclasses may override."""
+    """Mark a method of a HookBase as one that subclasses may override."""
     _function(method).__dict__[HOOK] = True
     return method
 
 
 def overrides_hook(method: Method) -> Method:
-    """Mark a plain method as the override of a hook of a base."""
+    """Mark a method as the override of a hook of a base."""
     _function(method).__dict__[OVERRIDES_HOOK] = True
     return method
 
 
 def _function(method: object) -> FunctionType:
     if not isinstance(method, FunctionType):
-        raise HookError(f"expected a plain method as a hook, got {method!r}; mark it innermost")
+        raise HookError(
+            f"expected a plain method or a class method as a hook, got {method!r}; mark it "
+            "innermost"
+        )
     return method
+
+
+def _called(member: object) -> FunctionType:
+    """The function behind a member of a class that may be a hook."""
+    return _function(member.__func__ if isinstance(member, classmethod) else member)
 
 
 class HookBase:
@@ -68,7 +77,7 @@ def _members(cls: type) -> Iterator[tuple[type, str, object]]:
 
 def _check_member(cls: type, owner: type, name: str, member: object) -> None:
     if _is_marked(member, HOOK) or _is_marked(member, OVERRIDES_HOOK):
-        _function(member)
+        _called(member)
     later = cls.__mro__[cls.__mro__.index(owner) + 1 :]
     bases = [base for base in later if name in vars(base)]
     who = f"{owner.__module__}.{owner.__qualname__}.{name}"
@@ -94,7 +103,12 @@ def _check_member(cls: type, owner: type, name: str, member: object) -> None:
             f"{who} shadows the hook {_described(base, name, theirs)} without overrides_hook; "
             "mark it, or rename it"
         )
-    reasons = _reasons(_function(theirs), _function(member))
+    reasons = _reasons(_called(theirs), _called(member))
+    if isinstance(theirs, classmethod) != isinstance(member, classmethod):
+        reasons.append(
+            f"only the {'override' if isinstance(member, classmethod) else 'hook'} is a "
+            "class method"
+        )
     if reasons:
         raise HookError(
             f"{_described(owner, name, member)} cannot stand for {_described(base, name, theirs)}: "
@@ -126,6 +140,8 @@ def _reasons(base: FunctionType, override: FunctionType) -> list[str]:
 
 
 def _described(owner: type, name: str, member: object) -> str:
+    if isinstance(member, classmethod):
+        member = member.__func__
     signature = inspect.signature(member) if isinstance(member, FunctionType) else ""
     return f"{owner.__qualname__}.{name}{signature}"
 

@@ -25,6 +25,7 @@ from kvcache_core.index_lists import IndexList, index_lists
 from kvcache_core.index_space import IndexSpace
 from kvcache_core.sizing import (
     host_slots_for,
+    least_counts,
     quota_for_tokens,
     sequence_capacity_blocks,
     slots_for,
@@ -173,6 +174,10 @@ class LayoutPlan:
     def slots_for(self, quota_bytes: int, demand: SizingDemand = DEFAULT_DEMAND) -> tuple[int, ...]:
         """Slots per pool group within ``quota_bytes``; ValueError when one chunk does not fit."""
         return slots_for(self.table, quota_bytes, demand)
+
+    def floor_slots(self, demand: SizingDemand = DEFAULT_DEMAND) -> tuple[int, ...]:
+        """Slots per pool group of the smallest pools that :meth:`slots_for` makes."""
+        return self.table.pool_slots(least_counts(self.table, demand))
 
     def host_slots_for(self, quota_bytes: int, device_slots: Sequence[int]) -> tuple[int, ...]:
         """Slots per pool group of a host tier, in the proportions of the device's; zeros where the

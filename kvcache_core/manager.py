@@ -2,7 +2,8 @@
 
 Device free and deterministic: the same calls give the same slots, so ranks that apply the same
 operations hold the same tables. Physical copies go through the PageCopier port. One thread owns a
-manager, its sequences and its leases.
+manager, its sequences and its leases. A subclass may override the hooks, and nothing else that
+others call.
 """
 
 from __future__ import annotations
@@ -15,20 +16,23 @@ from kvcache_core.claims import claim_limit
 from kvcache_core.counters import CacheCounters
 from kvcache_core.events import CacheEvent
 from kvcache_core.hashing import Prompt, Tokens
+from kvcache_core.hooks import HookBase, hook
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.matching import find
 from kvcache_core.pages import PoolUsage
 from kvcache_core.ports import PageCopier
-from kvcache_core.priorities import DEFAULT_PRIORITIES, PagePriorities
+from kvcache_core.priorities import PagePriorities
 from kvcache_core.reuse import Reuse, count_match, look
 from kvcache_core.sequence import SequenceCache
+from kvcache_core.sizing_demand import SizingDemand
 from kvcache_core.store import CacheStore
 
 
-class UnifiedKVCacheManager:
+class UnifiedKVCacheManager(HookBase):
     """Prefix tree and pages of all layer groups of ``plan``, with ``slots`` per pool group on the
     device and ``host_slots`` in host memory, to which pages go when the device needs room. No
     suspended sequence resumes while a pool is in use beyond ``resume_watermark``; 1 is no limit.
+    States of prompts below ``low_priority_snapshot_prompt_len`` tokens are lost first.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class UnifiedKVCacheManager:
         incarnation: str,
         host_slots: Sequence[int] = (),
         resume_watermark: float = 1.0,
+        low_priority_snapshot_prompt_len: int = 0,
     ) -> None:
         if len(slots) != len(plan.pool_groups) or any(count < 1 for count in slots):
             raise ValueError(
@@ -60,6 +65,29 @@ class UnifiedKVCacheManager:
         self.incarnation = incarnation
         self._store = CacheStore(plan, slots, host_slots, copier, incarnation, resume_watermark)
         self._dummies: tuple[int, ...] | None = None
+        self._low_priority_snapshot_prompt_len = low_priority_snapshot_prompt_len
+
+    @classmethod
+    @hook
+    def slots_for(cls, plan: LayoutPlan, quota_bytes: int, demand: SizingDemand) -> tuple[int, ...]:
+        """Slots per pool group to make a manager of this class with, within a quota of bytes.
+
+        Raises ValueError when the quota does not hold one full context chunk.
+        """
+        return plan.slots_for(quota_bytes, demand)
+
+    @classmethod
+    @hook
+    def floor_slots(cls, plan: LayoutPlan, demand: SizingDemand) -> tuple[int, ...]:
+        """Slots per pool group below which nothing runs: every group of the plan counts, the
+        drafter's too.
+        """
+        return plan.floor_slots(demand)
+
+    @hook
+    def prompt_priorities(self, prompt_tokens: int) -> PagePriorities:
+        """How long pages of a prompt of so many tokens deserve to stay cached."""
+        return PagePriorities.of_prompt(prompt_tokens, self._low_priority_snapshot_prompt_len)
 
     @property
     def counters(self) -> CacheCounters:
@@ -92,7 +120,7 @@ class UnifiedKVCacheManager:
         tokens: Tokens,
         *,
         max_match: int,
-        priorities: PagePriorities = DEFAULT_PRIORITIES,
+        priorities: PagePriorities | None = None,
     ) -> SequenceCache:
         """A sequence that holds the longest reusable prefix of ``tokens``, at most ``max_match``.
 
@@ -107,13 +135,14 @@ class UnifiedKVCacheManager:
         prompt: Prompt,
         *,
         max_match: int,
-        priorities: PagePriorities = DEFAULT_PRIORITIES,
+        priorities: PagePriorities | None = None,
     ) -> SequenceCache:
         """A sequence that holds the longest reusable prefix of ``prompt``, at most ``max_match``.
 
         Takes no pages: a partly matched last block is shared until the first grow copies it, pages
         on the host are brought back by the first grow. ``priorities`` say how long its pages
-        deserve to stay cached. Raises ValueError for a negative limit or another block size.
+        deserve to stay cached; None: :meth:`prompt_priorities`. Raises ValueError for a negative
+        limit or another block size.
         """
         if max_match < 0:
             raise ValueError(f"max_match must not be negative, got {max_match}")
@@ -126,6 +155,8 @@ class UnifiedKVCacheManager:
         root = store.tree.root(prompt.scope)
         match = find(store.groups, store.tree, root, prompt, max_match)
         count_match(store, root, prompt, match, max_match)
+        if priorities is None:
+            priorities = self.prompt_priorities(len(prompt))
         return SequenceCache.matched(store, prompt, match, priorities)
 
     @property

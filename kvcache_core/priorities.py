@@ -36,6 +36,3 @@ class PagePriorities:
     def of(self, group: LayerGroup) -> int:
         """Priority of the pages of one layer group."""
         return self.state if group.life_cycle.is_state else self.attention
-
-
-DEFAULT_PRIORITIES = PagePriorities()

@@ -332,6 +332,25 @@ class SequenceCache(PageUser):
         counters.snapshots_skipped += not is_recorded
         return is_recorded
 
+    def commit_with_live_snapshot(self, tokens: Tokens) -> bool:
+        """Commit all that is final, and publish a copy of the live state at that length.
+
+        Like :meth:`commit_with_snapshot`; False, too, where there is no slot for the copy. A
+        pending slot is given up. Raises ValueError unless the tokens end at history.
+        """
+        self._check_usable()
+        end = self.committed + len(tokens)
+        if end != self.history:
+            raise ValueError(f"the live state is that of {self.history} tokens, got {end}")
+        self.release_snapshot_slot()
+        if self._publishes:
+            self._snapshot = PendingSnapshot.copy_live(self._store, self._pages)
+        if self._snapshot is None:
+            self.commit(tokens)
+            self._store.counters.snapshots_skipped += 1
+            return False
+        return self.commit_with_snapshot(tokens)
+
     @override
     def used_pages(self) -> Iterable[tuple[int, Slots]]:
         for pages in self._pages.groups:

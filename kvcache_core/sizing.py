@@ -77,11 +77,10 @@ def _wanted(table: GroupTable, group: LayerGroup, blocks: int, demand: SizingDem
 def slots_for(table: GroupTable, quota_bytes: int, demand: SizingDemand) -> tuple[int, ...]:
     """The most slots per pool group within the quota; ValueError when the floors exceed it."""
     ratios = ratios_of(table, demand)
+    floors = least_counts(table, demand)
+    require_floors(table, floors, quota_bytes, demand)
     if ratios is not None:
-        floors = floor_counts(table, demand)
-        require_floors(table, floors, quota_bytes, demand)
         return table.pool_slots(counts_for_ratios(table, quota_bytes, ratios, floors))
-    require_floors(table, counts_for_blocks(table, 0, demand), quota_bytes, demand)
     low, high = 0, _most_blocks(table, quota_bytes, demand)
     while low < high:
         middle = (low + high + 1) // 2
@@ -90,6 +89,13 @@ def slots_for(table: GroupTable, quota_bytes: int, demand: SizingDemand) -> tupl
         else:
             high = middle - 1
     return table.pool_slots(counts_for_blocks(table, low, demand))
+
+
+def least_counts(table: GroupTable, demand: SizingDemand) -> tuple[int, ...]:
+    """Slots per layer group of the smallest pools that :func:`slots_for` makes."""
+    if ratios_of(table, demand) is not None:
+        return floor_counts(table, demand)
+    return counts_for_blocks(table, 0, demand)
 
 
 def ratios_of(table: GroupTable, demand: SizingDemand) -> tuple[float, ...] | None:

@@ -33,14 +33,16 @@ class PendingSnapshot:
 
         Raises InvariantViolation unless exactly one recurrent group is shared.
         """
-        shared = [
-            states
-            for states in pages.states
-            if states.group.life_cycle.policy is not ReusePolicy.PRIVATE
-        ]
-        invariant(len(shared) == 1, f"expected one shared recurrent group, got {len(shared)}")
-        made = pages.allocate([Order.appending(shared[0], range(1))])
-        return None if made is None else cls(store, shared[0], made[0])
+        states = _shared_states(pages)
+        made = pages.allocate([Order.appending(states, range(1))])
+        return None if made is None else cls(store, states, made[0])
+
+    @classmethod
+    def copy_live(cls, store: CacheStore, pages: SequencePages) -> PendingSnapshot | None:
+        """As :meth:`acquire`, with the bytes of the live state already in the slot."""
+        states = _shared_states(pages)
+        made = pages.allocate([pages.copy_order(states, 0)])
+        return None if made is None else cls(store, states, made[0])
 
     @property
     def slot(self) -> int:
@@ -90,3 +92,13 @@ class PendingSnapshot:
         for attention, new in zip(copied, made, strict=True):
             attention.pool.release(new)
         return is_published
+
+
+def _shared_states(pages: SequencePages) -> GroupPages:
+    shared = [
+        states
+        for states in pages.states
+        if states.group.life_cycle.policy is not ReusePolicy.PRIVATE
+    ]
+    invariant(len(shared) == 1, f"expected one shared recurrent group, got {len(shared)}")
+    return shared[0]

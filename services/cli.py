@@ -106,6 +106,15 @@ DtypeOption = Annotated[
         help="auto, float32, bfloat16 or float16 (default: auto).", rich_help_panel=CAPACITY
     ),
 ]
+KVDtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-cache-dtype",
+        help="Of cached keys and values: auto (the model's), fp8, or the model's by name "
+        "(default: auto).",
+        rich_help_panel=CAPACITY,
+    ),
+]
 ThreadsOption = Annotated[
     str | None,
     typer.Option(help="Threads of an instance (default: cores shared).", rich_help_panel=CAPACITY),
@@ -114,6 +123,14 @@ CacheOption = Annotated[
     str | None,
     typer.Option(
         help="KV cache of an instance, such as 512MiB (default: a share of free memory).",
+        rich_help_panel=CAPACITY,
+    ),
+]
+FractionOption = Annotated[
+    float | None,
+    typer.Option(
+        help="KV cache of an instance on a GPU, as a share of what is free beside weights, a step "
+        "and transfers (default: 0.9).",
         rich_help_panel=CAPACITY,
     ),
 ]
@@ -167,6 +184,15 @@ DemotionOption = Annotated[
 DemotionStepsOption = Annotated[
     int | None,
     typer.Option(help="Steps for which they do (default: 8).", rich_help_panel=CAPACITY),
+]
+HooksOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODULE:ATTRIBUTE",
+        help="What the model declares about its run: a RuntimeHooks that workers can import "
+        "(default: nothing).",
+        rich_help_panel=CAPACITY,
+    ),
 ]
 TransportOption = Annotated[
     str | None,
@@ -234,8 +260,10 @@ def serve(  # noqa: PLR0913  one parameter an option is how typer works
     cluster_name: ClusterNameOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
+    kv_cache_dtype: KVDtypeOption = None,
     torch_threads: ThreadsOption = None,
     kv_cache_bytes: CacheOption = None,
+    kv_cache_fraction: FractionOption = None,
     host_cache_bytes: HostCacheOption = None,
     tokens_per_block: BlockOption = None,
     max_sequence_tokens: SequenceOption = None,
@@ -245,6 +273,7 @@ def serve(  # noqa: PLR0913  one parameter an option is how typer works
     steps_under_way: UnderWayOption = None,
     ctx_demote_uncached_tokens: DemotionOption = None,
     ctx_demote_max_iters: DemotionStepsOption = None,
+    runtime_hooks: HooksOption = None,
     require_transport: TransportOption = None,
     load_rule: LoadRuleOption = None,
     new_conversation_follow: FollowOption = None,

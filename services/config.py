@@ -29,7 +29,7 @@ from router.rules import LoadRule, NewConversationFollow
 from services.environment import DEMOTION_VARIABLES, Environment
 from services.errors import ConfigError
 from services.units import parse_bytes, parse_duration_ms
-from worker.config import ElementType
+from worker.config import ElementType, HooksEntry, KVElementType
 from worker.messages import WorkerRole
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -89,10 +89,15 @@ class ServeConfig(BaseModel):
     """Scopes the names of the actors in a shared Ray cluster; None: a random name."""
     device: Device = "auto"
     dtype: ElementType = "auto"
+    kv_cache_dtype: KVElementType = "auto"
+    """Of keys and values in the cache: the model's own type, or fp8."""
     torch_threads: AutoInt = Field(default=None, ge=1)
     """Threads of each instance; None: the cores divided among the instances of this machine."""
     kv_cache_bytes: Bytes = Field(default=None, gt=0)
-    """KV cache of each instance; None: a share of the free memory of its device."""
+    """KV cache of each instance; None: a share of the free memory of its device, which a worker
+    measures where it has a GPU for itself."""
+    kv_cache_fraction: float | None = Field(default=None, gt=0, le=1)
+    """Share of a GPU's memory that is free beside weights, a step and transfers; None: 0.9."""
     host_cache_bytes: HostBytes = Field(default=0, ge=0)
     """Host memory of each instance for KV pages that its cache has no room for; 0: none."""
     tokens_per_block: int = Field(default=64, ge=1)
@@ -108,6 +113,8 @@ class ServeConfig(BaseModel):
     The environment may say both (PAGEFERRY_CTX_DEMOTE_*)."""
     ctx_demote_max_iters: int = Field(default=8, ge=1)
     """Steps for which they do."""
+    runtime_hooks: HooksEntry | None = None
+    """``module:attribute`` with the model's RuntimeHooks, importable where workers run."""
     require_transport: str | None = None
     load_rule: LoadRule = LoadRule.ESTIMATED
     new_conversation_follow: NewConversationFollow = NewConversationFollow.SPECIFIC
@@ -138,6 +145,14 @@ class ServeConfig(BaseModel):
         if len(value.get_secret_value()) < 8:
             raise ValueError("expected at least 8 characters")
         return value
+
+    @model_validator(mode="after")
+    def _one_size(self) -> ServeConfig:
+        if self.kv_cache_bytes is not None and self.kv_cache_fraction is not None:
+            raise ValueError(
+                "kv_cache_bytes excludes kv_cache_fraction: give a size or a share of what is free"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_mode(self) -> ServeConfig:

@@ -16,7 +16,6 @@ from services.config import ServeConfig
 from services.default_model import DEFAULT_MODEL, resolve
 from services.errors import ModelError
 from worker.model.errors import ModelLoadError
-from worker.model.families import FAMILIES, GGUF_ARCHITECTURES, check_supported
 from worker.model.source import ModelSource, locate
 
 GGUF_MAGIC: Final = b"GGUF"
@@ -84,8 +83,6 @@ def _check_files(path: Path, given: str) -> ModelSource:
     """Family, configuration, and that the weights are there and whole."""
     try:
         source = locate(path)
-        known = frozenset(FAMILIES) if source.gguf is None else GGUF_ARCHITECTURES
-        check_supported(source.model_type, known)
     except (ModelLoadError, OSError) as error:
         raise ModelError(f"model {given}: {error}") from error
     return source

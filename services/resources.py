@@ -26,7 +26,8 @@ from worker.messages import WorkerRole
 CPU_MEMORY_SHARE: Final = 0.25
 """Of the available memory: the rest is for weights, activations and everything else that runs
 here."""
-GPU_MEMORY_SHARE: Final = 0.9
+GPU_CACHE_FRACTION: Final = 0.9
+"""Of a GPU's memory that is left beside weights, a step and transfers."""
 GPU_ACTIVATION_BYTES: Final = 1 << 30
 """Kept free on a GPU for each instance beside its weights."""
 WHOLE_WEIGHTS_SHARE: Final = 0.15
@@ -62,9 +63,11 @@ class InstancePlan:
     """``cpu`` or ``cuda``; which GPU is decided by Ray through CUDA_VISIBLE_DEVICES."""
     gpu_fraction: float
     torch_threads: int
-    kv_cache_bytes: int
-    """Of each rank."""
+    kv_cache_bytes: int | None
+    """Of each rank. None: it measures what its GPU has for it."""
     tensor_parallel_size: int = 1
+    staging_pairs: int = 0
+    """Other ranks that pages may travel to or from."""
 
 
 def plan_instances(
@@ -76,8 +79,10 @@ def plan_instances(
     largest = max(config.ranks_of(role) for role, _ in config.instances)
     least_ranks = min(config.ranks_of(role) for role, _ in config.instances)
     device = _device(config, machine)
+    _check_fraction(config, device)
     threads = config.torch_threads or max(1, machine.cores // count)
     gpu_fraction = 0.0
+    is_measured = False
     if device == "cuda":
         per_gpu = -(-count // len(machine.gpus))
         if largest > 1 and per_gpu > 1:
@@ -90,9 +95,12 @@ def plan_instances(
         # Ray packs by fractions: rounding down keeps `per_gpu` instances on one GPU possible.
         gpu_fraction = int(1_000 / per_gpu) / 1_000
         smallest = min(gpu.free_bytes for gpu in machine.gpus)
-        share = int(smallest * GPU_MEMORY_SHARE) // per_gpu - weights_bytes - GPU_ACTIVATION_BYTES
+        share = smallest // per_gpu - weights_bytes - GPU_ACTIVATION_BYTES
         # Any instance may move pages to or from any other.
         share -= device_staging_bytes(smallest, count - 1)
+        share = int(share * kv_cache_fraction(config))
+        # Of several that load at once on one GPU none could tell what is free.
+        is_measured = per_gpu == 1 and config.kv_cache_bytes is None
     else:
         share = int(machine.available_bytes * CPU_MEMORY_SHARE) // count - config.host_cache_bytes
     if config.kv_cache_bytes is None and share < MIN_KV_CACHE_BYTES:
@@ -110,11 +118,26 @@ def plan_instances(
             device=device,
             gpu_fraction=gpu_fraction,
             torch_threads=threads,
-            kv_cache_bytes=kv_cache_bytes,
+            kv_cache_bytes=None if is_measured else kv_cache_bytes,
             tensor_parallel_size=config.ranks_of(role),
+            staging_pairs=count - 1,
         )
         for role, name in config.instances
     )
+
+
+def kv_cache_fraction(config: ServeConfig) -> float:
+    """The configured share, else the default."""
+    given = config.kv_cache_fraction
+    return GPU_CACHE_FRACTION if given is None else given
+
+
+def _check_fraction(config: ServeConfig, device: str) -> None:
+    if device == "cpu" and config.kv_cache_fraction is not None:
+        raise ConfigError(
+            "kv_cache_fraction: expected instances on GPUs, whose memory workers measure, got "
+            "cpu; give kv_cache_bytes"
+        )
 
 
 def _ranks(config: ServeConfig) -> int:
@@ -151,27 +174,6 @@ def _check_fit(config: ServeConfig, machine: Machine, device: str, kv_cache_byte
         )
 
 
-def check_cache_holds_a_step(
-    config: ServeConfig, plans: Sequence[InstancePlan], kv_elements_per_token: int | None
-) -> None:
-    """Raises ConfigError for a KV cache without room for the tokens of one step: the least a worker
-    starts with.
-    """
-    if kv_elements_per_token is None:
-        return
-    blocks = -(-config.max_batch_tokens // config.tokens_per_block)
-    for plan in plans:
-        is_wide = config.dtype == "float32" or (config.dtype == "auto" and plan.device == "cpu")
-        held = -(-kv_elements_per_token // plan.tensor_parallel_size)
-        block_bytes = config.tokens_per_block * held * (4 if is_wide else 2)
-        if plan.kv_cache_bytes < blocks * block_bytes:
-            raise ConfigError(
-                f"kv_cache_bytes: expected at least {format_bytes(blocks * block_bytes)}, which the"
-                f" {config.max_batch_tokens} tokens of a step of this model take, got "
-                f"{format_bytes(plan.kv_cache_bytes)}; give more, or lower max_batch_tokens"
-            )
-
-
 def plan_remote_instances(config: ServeConfig) -> tuple[InstancePlan, ...]:
     """The same for a Ray cluster, whose machines can't be looked at from here. Raises
     ConfigError."""
@@ -179,16 +181,17 @@ def plan_remote_instances(config: ServeConfig) -> tuple[InstancePlan, ...]:
         key
         for key, known in (
             ("device", config.device != "auto"),
-            ("kv_cache_bytes", config.kv_cache_bytes is not None),
+            ("kv_cache_bytes", config.kv_cache_bytes is not None or config.device == "cuda"),
             ("torch_threads", config.torch_threads is not None),
         )
         if not known
     ]
-    if missing or config.kv_cache_bytes is None or config.torch_threads is None:
+    if missing or config.torch_threads is None:
         raise ConfigError(
             f"with ray_address, expected a value for {', '.join(missing)}: "
             "what the machines of the cluster have can't be seen from here"
         )
+    _check_fraction(config, config.device)
     return tuple(
         InstancePlan(
             name=name,
@@ -198,6 +201,7 @@ def plan_remote_instances(config: ServeConfig) -> tuple[InstancePlan, ...]:
             torch_threads=config.torch_threads,
             kv_cache_bytes=config.kv_cache_bytes,
             tensor_parallel_size=config.ranks_of(role),
+            staging_pairs=_ranks(config) - 1,
         )
         for role, name in config.instances
     )

@@ -28,12 +28,13 @@ from services.environment import (
 )
 from services.frontend_process import FrontEndProcess, bind
 from services.instances import InstanceKeeper
+from services.kv_cache import check_cache_holds_a_step, check_kv_types
 from services.membership import FrontEndSettings
 from services.models import ServedModel, find_model
 from services.resources import (
     InstancePlan,
-    check_cache_holds_a_step,
     estimate_weights_bytes,
+    kv_cache_fraction,
     plan_instances,
     plan_remote_instances,
     probe_gpus,
@@ -92,6 +93,7 @@ def run_service(
         )
         terminal.done("model", f"{model.name} ({model.path})")
         plans = _plan(config, model)
+        check_kv_types(config, plans)
         check_cache_holds_a_step(config, plans, model.kv_elements_per_token)
         asyncio.run(_Launch(config, environment, terminal, model, plans, listener).run(work))
 
@@ -118,10 +120,13 @@ def worker_config(
         model_name=model.name,
         device=plan.device,
         dtype=config.dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
         host=host,
         cluster_token=config.cluster_token.get_secret_value(),
         tokens_per_block=config.tokens_per_block,
         kv_cache_bytes=plan.kv_cache_bytes,
+        kv_cache_fraction=kv_cache_fraction(config),
+        staging_pairs=plan.staging_pairs,
         host_cache_bytes=config.host_cache_bytes,
         max_sequence_tokens=config.max_sequence_tokens,
         max_batch_tokens=config.max_batch_tokens,
@@ -130,6 +135,7 @@ def worker_config(
         steps_under_way=config.steps_under_way,
         ctx_demote_uncached_tokens=config.ctx_demote_uncached_tokens,
         ctx_demote_max_iters=config.ctx_demote_max_iters,
+        runtime_hooks=config.runtime_hooks,
         torch_threads=plan.torch_threads,
         tensor_parallel_size=plan.tensor_parallel_size,
         transfer_timeout_ms=config.transfer_timeout_ms,
@@ -282,7 +288,8 @@ class _Launch:
     ) -> None:
         port: int = self._listener.getsockname()[1]
         for plan in self._plans:
-            memory = format_bytes(plan.kv_cache_bytes)
+            known = plan.kv_cache_bytes
+            memory = "to be measured" if known is None else format_bytes(known)
             self._terminal.update(plan.name, f"waiting ({plan.device}, KV cache {memory})")
         await front_end.listening()
         self._terminal.done("front end", f"listening on {self._config.host}:{port}")

@@ -10,14 +10,19 @@ import sys
 import threading
 import time
 from types import TracebackType
-from typing import Protocol, Self, TextIO
+from typing import Final, Protocol, Self, TextIO
 
 from rich.console import Console
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
+
+from worker.progress import share_in
+
+BAR_WIDTH: Final = 24
 
 
 class Terminal(Protocol):
@@ -146,5 +151,11 @@ class LiveTerminal(Terminal):
         now = time.monotonic()
         for part, (text, since) in tuple(self._parts.items()):
             seconds = Text(f"{now - since:.0f} s", "dim")
-            table.add_row(self._spinner, Text(part, "bold"), Text(text), seconds)
+            table.add_row(self._spinner, Text(part, "bold"), Text(text), bar(text), seconds)
         return table
+
+
+def bar(text: str) -> ProgressBar | Text:
+    """The share that a text tells, as a bar; nothing for a text without one."""
+    share = share_in(text)
+    return Text() if share is None else ProgressBar(total=1, completed=share, width=BAR_WIDTH)

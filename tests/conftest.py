@@ -10,10 +10,9 @@ import hypothesis
 import pytest
 from xdist.remote import Producer
 
-from tests.support.requirements import REQUIRE_MODEL
+from tests.support.requirements import REQUIRE_GPU, REQUIRE_MODEL, fail_if_skipped
 from tests.support.suite_groups import GroupScheduling, turn
 
-REQUIRE_GPU = "--require-gpu"
 SOAK_S = "--soak-s"
 GPU_MARKERS = ("gpu", "multi_gpu")
 
@@ -61,10 +60,7 @@ def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    skipped = report.skipped and "wasxfail" not in report.keywords
     needs_gpu = any(item.get_closest_marker(marker) for marker in GPU_MARKERS)
-    if skipped and needs_gpu and item.config.getoption(REQUIRE_GPU):
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
-        report.outcome = "failed"
-        report.longrepr = f"{REQUIRE_GPU} was given: {reason}"
+    if needs_gpu and item.config.getoption(REQUIRE_GPU):
+        fail_if_skipped(report)
     return report

@@ -22,8 +22,9 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 # 1: first version. 2: runs of a chunk say whether they pass through staging. 3: a grant says how
 # many ranks grant a request, and only the leader's handoff has data; prefix pulls. 4: front ends
 # name context workers to generation workers (Warm); pairs and rates in the gauges. 5: whoever dials
-# says whom it means to reach. 6: a leader's address tells of its followers.
-PROTOCOL_VERSION: Final = 7
+# says whom it means to reach. 6: a leader's address tells of its followers. 7: a step's tokens are
+# columns. 8: a worker's welcome says what its pages hold.
+PROTOCOL_VERSION: Final = 8
 MAGIC: Final = b"PF"
 HEADER: Final = struct.Struct("<2sHI")
 MAX_FRAME_BYTES: Final = 64 << 20

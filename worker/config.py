@@ -6,14 +6,29 @@ Loads no torch: the launcher and front ends import this file.
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from transfer.identity import Incarnation
 from worker.messages import WorkerRole
 
 ElementType = Literal["auto", "float32", "bfloat16", "float16"]
+KVElementType = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
+"""fp8 is float8_e4m3."""
+
+HOOKS_ENTRY: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def _hooks_entry(value: str) -> str:
+    if not HOOKS_ENTRY.fullmatch(value):
+        raise ValueError(f"expected module:attribute, such as my_models.hooks:LLAMA, got {value!r}")
+    return value
+
+
+HooksEntry = Annotated[str, AfterValidator(_hooks_entry)]
+"""Names a declaration of runtime hooks as ``module:attribute``."""
 
 
 class WorkerConfig(BaseModel):
@@ -31,6 +46,10 @@ class WorkerConfig(BaseModel):
     device: str = "cpu"
     dtype: ElementType = "auto"
     """auto: float32 on CPU, the checkpoint's type on GPU."""
+    kv_cache_dtype: KVElementType = "auto"
+    """Of keys and values in pages; auto: that of the weights. Anything else than that and fp8 is
+    refused.
+    """
     host: str = "127.0.0.1"
     port: int = 0
     """Port for front ends; 0 takes a free one."""
@@ -38,7 +57,13 @@ class WorkerConfig(BaseModel):
     """Port for other workers; 0 takes a free one."""
     cluster_token: str = Field(repr=False)
     tokens_per_block: int = Field(default=64, ge=1)
-    kv_cache_bytes: int = Field(default=1 << 30, gt=0)
+    kv_cache_bytes: int | None = Field(default=1 << 30, gt=0)
+    """None: measured, on a GPU that no other instance shares."""
+    kv_cache_fraction: float = Field(default=0.9, gt=0, le=1)
+    """Share of what is measured to be free beside weights, a step and transfers."""
+    staging_pairs: int = Field(default=0, ge=0)
+    """Ranks of other instances that pages may travel to or from, for whose staging a GPU is to
+    have room."""
     host_cache_bytes: int = Field(default=0, ge=0)
     """Host memory for pages that the cache has no room for."""
     max_sequence_tokens: int | None = None
@@ -59,6 +84,8 @@ class WorkerConfig(BaseModel):
     """
     ctx_demote_max_iters: int = Field(default=8, ge=1)
     """Steps after which a demoted prompt has it again."""
+    runtime_hooks: HooksEntry | None = None
+    """What the model declares about its run (:mod:`worker.hook_declarations`)."""
     torch_threads: int = Field(default=1, ge=1)
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Ranks of the instance, on one host. Each has a part of every layer."""

@@ -45,6 +45,7 @@ class WorkerFacts:
     vocab_size: int
     peer: PeerAddress
     transport: str
+    kv_dtype: str
 
 
 class FrontEndConnection:
@@ -115,6 +116,7 @@ class FrontEndConnection:
                 vocab_size=facts.vocab_size,
                 peer=facts.peer,
                 transport=facts.transport,
+                kv_dtype=facts.kv_dtype,
             )
         )
         self._welcomed = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,24 +15,30 @@ from kvcache_core.layout import LayoutPlan
 from kvcache_core.manager import UnifiedKVCacheManager
 from kvcache_core.sizing import SizingDemand
 from kvcache_core.storage import TorchStorage
+from worker.cache_size import Candidate, limit_torch, size_cache
 from worker.config import WorkerConfig
 from worker.demand import PageDemand
+from worker.device_memory import DeviceMemory, device_memory
 from worker.engine import Engine, EngineLimits, EngineParts
 from worker.executor import ModelExecutor
+from worker.facts import kv_dtypes
+from worker.hook_declarations import declared_hooks
 from worker.interpreter import SharedInterpreter
 from worker.leading import LeaderTransfers
 from worker.messages import SamplingParams
-from worker.model.assembly import StepLimits, bucketed_runner, can_capture, plain_runner
+from worker.model.assembly import BucketedSteps, PlainSteps, StepLimits, can_capture
 from worker.model.loader import LoadedModel, load_model
 from worker.model.rank_sum import OnlyRank as WholeModel
 from worker.model.rank_sum import RankSum
-from worker.model.runner import ModelRunner
 from worker.ports import Agreement, CacheManager, Clock, Draw, OnlyRank, Output, Slice, Transfers
 from worker.prefixes import PullLimits
 from worker.rank_meeting import RankMeeting
 from worker.ranks import RankManager
 from worker.recording import Follower, LeaderManager
+from worker.runtime_hooks import RuntimeHooks, manager_class, refuse_idle
 from worker.scheduler import Demotion
+
+logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 16
 
@@ -49,6 +56,7 @@ class RankCore:
     """What is there once the model is loaded, before anybody can connect."""
 
     loaded: LoadedModel
+    hooks: RuntimeHooks
     plan: LayoutPlan
     storage: TorchStorage
     pages: UnifiedKVCacheManager
@@ -58,11 +66,17 @@ class RankCore:
 
 
 def load_core(
-    config: WorkerConfig, meeting: RankMeeting | None, progress: Callable[[str], None]
+    config: WorkerConfig,
+    meeting: RankMeeting | None,
+    progress: Callable[[str], None],
+    memory_of: Callable[[torch.device], DeviceMemory | None] = device_memory,
 ) -> RankCore:
     """Load the model, or this rank's part of it where there is somebody to meet, and allocate its
-    pages. Raises ModelLoadError, or ValueError for pages that do not fit.
+    pages, as many as ``memory_of`` its device says there is room for unless their bytes are
+    configured. Raises ModelLoadError, or ValueError for pages that do not fit and for runtime hooks
+    that cannot be used.
     """
+    declarations = declared_hooks(config.runtime_hooks)
     ranks: RankSum = WholeModel()
     if meeting is not None:
         progress("meeting the other ranks")
@@ -71,6 +85,7 @@ def load_core(
         config.model_path,
         device=config.device,
         dtype=config.dtype,
+        kv_dtype=config.kv_cache_dtype,
         ranks=ranks,
         progress=progress,
     )
@@ -83,41 +98,57 @@ def load_core(
     sizing = SizingDemand(
         chunk_tokens=config.max_batch_tokens, typical_sequence_tokens=min(limit, 2048)
     )
-    slots = plan.slots_for(config.kv_cache_bytes, sizing)
+    hooks = declarations.of(loaded.facts.family)
+    if config.runtime_hooks is not None:
+        logger.info("runtime hooks of %s: %s", loaded.facts.family, hooks.declared)
+    refuse_idle(hooks, plan)
+    cache = manager_class(hooks, UnifiedKVCacheManager)
+    graphs = config.decode_graphs and can_capture(loaded)
+    steps = BucketedSteps(loaded) if graphs else PlainSteps(loaded)
+    # A row that nobody wants would change a recurrent state in place.
+    has_states = any(group.life_cycle.is_state for group in plan.layer_groups)
+    depth = 1 if has_states else config.steps_under_way
+
+    def executor_over(storage: TorchStorage, longest: int = limit) -> ModelExecutor:
+        runner = steps.runner(plan, storage, StepLimits(config.max_running, longest))
+        return ModelExecutor(runner, loaded.device, depth)
+
+    memory = memory_of(loaded.device)
+    candidate = Candidate(
+        plan=plan,
+        manager=cache,
+        demand=sizing,
+        ranks=ranks,
+        device=loaded.device,
+        max_sequence_tokens=limit,
+        executor_over=executor_over,
+    )
+    size = size_cache(config, candidate, memory, progress)
+    slots = cache.slots_for(plan, size.quota_bytes, sizing)
     host_slots = plan.host_slots_for(config.host_cache_bytes, slots)
     storage = TorchStorage(plan, slots, loaded.device, host_slots=host_slots)
-    pages = UnifiedKVCacheManager(
-        plan, slots, storage, incarnation=str(config.incarnation), host_slots=host_slots
+    pages = cache(
+        plan,
+        slots,
+        storage,
+        incarnation=str(config.incarnation),
+        host_slots=host_slots,
+        low_priority_snapshot_prompt_len=hooks.hybrid_cache.low_priority_snapshot_prompt_len,
     )
     demand = PageDemand(plan, max_chunk_tokens=config.max_batch_tokens)
     longest = min(limit, demand.longest(RankManager(pages).total_slots()))
     if longest < 2:
-        raise ValueError(
-            f"{config.kv_cache_bytes} bytes of KV cache hold {longest} tokens; give more"
-        )
+        raise ValueError(f"{size.quota_bytes} bytes of KV cache hold {longest} tokens; give more")
     in_host_memory = f", {min(host_slots)} more in host memory" if any(host_slots) else ""
     progress(
         f"KV cache: {min(slots)} blocks of {plan.tokens_per_block} tokens, "
-        f"{plan.pool_bytes(slots) / 1e6:.0f} MB{in_host_memory}; "
+        f"{kv_dtypes(loaded.specs)}, {plan.pool_bytes(slots) / 1e6:.0f} MB{in_host_memory}; "
         f"sequences of up to {longest} tokens"
     )
-    runner = _runner(config, loaded, plan, storage, StepLimits(config.max_running, longest))
-    # A row that nobody wants would change a recurrent state in place.
-    has_states = any(group.life_cycle.is_state for group in plan.layer_groups)
-    executor = ModelExecutor(runner, loaded.device, 1 if has_states else config.steps_under_way)
-    return RankCore(loaded, plan, storage, pages, executor, demand, longest)
-
-
-def _runner(
-    config: WorkerConfig,
-    loaded: LoadedModel,
-    plan: LayoutPlan,
-    storage: TorchStorage,
-    limits: StepLimits,
-) -> ModelRunner:
-    if config.decode_graphs and can_capture(loaded):
-        return bucketed_runner(loaded, plan, storage, limits)
-    return plain_runner(loaded, plan, storage, limits)
+    if memory is not None:
+        limit_torch(memory, size.needs, hooks.torch_mem_safety_margin)
+    executor = executor_over(storage, longest)
+    return RankCore(loaded, hooks, plan, storage, pages, executor, demand, longest)
 
 
 def warm_up(core: RankCore) -> None:
@@ -155,6 +186,7 @@ def make_engine(
         transfers = agreement = LeaderTransfers(transfers, leader, 1 + len(followers))
     return Engine(
         EngineParts(
+            incarnation=config.incarnation,
             manager=manager,
             transfers=transfers,
             executor=core.executor,
@@ -174,11 +206,17 @@ def make_engine(
             pulls=PullLimits(
                 least_tokens=config.least_pull_tokens, timeout_ms=config.pull_timeout_ms
             ),
-            demotion=None
-            if config.ctx_demote_uncached_tokens is None
-            else Demotion(config.ctx_demote_uncached_tokens, config.ctx_demote_max_iters),
+            demotion=demotion_of(config, core.hooks),
         ),
     )
+
+
+def demotion_of(config: WorkerConfig, hooks: RuntimeHooks) -> Demotion | None:
+    """The configured demotion; without a threshold, the one that the model may declare."""
+    threshold = config.ctx_demote_uncached_tokens
+    if threshold is None and hooks.exact_context_demotion:
+        threshold = config.max_batch_tokens
+    return None if threshold is None else Demotion(threshold, config.ctx_demote_max_iters)
 
 
 def limit_threads(config: WorkerConfig) -> None:

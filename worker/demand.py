@@ -1,8 +1,9 @@
 """How many slots a sequence takes at most, per pool group: the arithmetic behind admission.
 
 Full attention needs every block, a window only what it can see while a chunk is appended, a
-recurrent state one slot. The same function gives what is held and what will be needed, so that
-their difference is what is still to get.
+recurrent state one slot. A prompt that is shipped holds what a window has passed until it is sent.
+The same function gives what is held and what will be needed, so that their difference is what is
+still to get.
 """
 
 from __future__ import annotations
@@ -50,6 +51,22 @@ class PageDemand:
         for pool_group, most in self._windows:
             slots[pool_group] += min(blocks, most)
         return tuple(slots)
+
+    def shipped(self, tokens: int, total: Slots) -> Slots:
+        """As :meth:`peak` for a prompt whose blocks are sent as they are computed: every block that
+        leaves a window is held until it is sent.
+
+        Nothing may have been sent yet; but what passed blocks may hold ends at half of a pool: a
+        prompt too long for that counts on its own transfer, so that others can run beside it.
+        """
+        blocks = self.blocks(tokens)
+        passed = [0] * self._pool_groups
+        for pool_group, most in self._windows:
+            passed[pool_group] += max(0, blocks - most)
+        return tuple(
+            need + min(more, slots // 2)
+            for need, more, slots in zip(self.peak(tokens), passed, total, strict=True)
+        )
 
     def fresh(self, tokens: int, branches: int) -> Slots:
         """``tokens`` tokens without any pages yet, from which ``branches`` more sequences fork off.

@@ -20,7 +20,14 @@ from worker.leases import LeaseBook
 from worker.legs import LegTable
 from worker.messages import LegEnded, LegStarted
 from worker.outbox import Outbox
-from worker.ports import CacheManager, CacheSequence, Clock, Draw, Transfers
+from worker.ports import (
+    CacheManager,
+    CacheSequence,
+    Clock,
+    Draw,
+    StateSnapshot,
+    Transfers,
+)
 from worker.requests import LegRecord, LegState, Sequence, SequenceState, TokenList
 from worker.token_runs import FinishReason, TokenLogprob, TokenRun
 
@@ -127,6 +134,21 @@ class Desk:
                 sequence.rebased = cache.lease(first, end)
         cache.commit(sequence.tokens.span(cache.committed, cache.history))
 
+    def keep_states(self, sequence: Sequence, snapshot: StateSnapshot | None) -> None:
+        """Commit with the state at each snapshot point that the last step reached; ``snapshot`` was
+        kept in mid-chunk.
+        """
+        cache = sequence.cache
+        if cache is None:
+            return
+        history = cache.history
+        if snapshot is not None:
+            cache.commit_with_snapshot(sequence.tokens.span(cache.committed, snapshot.length))
+        if history in sequence.snapshot_points:
+            cache.commit_with_live_snapshot(sequence.tokens.span(cache.committed, history))
+        points = sequence.snapshot_points
+        sequence.snapshot_points = tuple(point for point in points if point > history)
+
     def start(self, leg: LegRecord, cached_tokens: int, host_tokens: int) -> None:
         """Tell once what the cache held of the prompt, and count how much of it lay on the host."""
         if leg.started:
@@ -221,11 +243,12 @@ class Desk:
 
     def draws(self, sequence: Sequence) -> tuple[Draw, ...]:
         """What to draw from the logits of the sequence's last token, one draw a choice."""
-        leg, known = sequence.leg, len(sequence.tokens)
+        leg, known = sequence.leg, sequence.tokens.length
         prompt, sampling, stop = leg.prompt, leg.sampling, leg.stop
-        index = known + sequence.draws_under_way - len(prompt)
+        prompt_tokens = len(prompt)
+        index = known + sequence.draws_under_way - prompt_tokens
         banned = stop.stop_token_ids if index < stop.min_tokens else ()
-        output: npt.NDArray[np.int32] = sequence.tokens.span(len(prompt), known)
+        output: npt.NDArray[np.int32] = sequence.tokens.span(prompt_tokens, known)
         if len(sequence.choices) == 1:
             return (Draw(sampling, sequence.choices[0], index, prompt, output, banned),)
         return tuple(

@@ -13,7 +13,9 @@ import logging
 from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
 
+from transfer.identity import Incarnation
 from worker.admission import Bounds
+from worker.chunks import ChunkRules
 from worker.context import ContextRole
 from worker.counters import Heartbeat
 from worker.demand import PageDemand
@@ -71,13 +73,18 @@ class EngineLimits:
     quarantine_grace_ms: int
     pulls: PullLimits
     demotion: Demotion | None = None
-    """None: the oldest prompt keeps its half of the prefill budget however long it is."""
+    """None: a prompt keeps its place and the oldest its half of the prefill budget however long it
+    is.
+    """
+    state_alignment_tokens: int | None = None
+    """The model can keep recurrent states in mid-chunk at multiples of it; None: it cannot."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class EngineParts:
     """What an engine is made of."""
 
+    incarnation: Incarnation
     manager: CacheManager
     transfers: Transfers
     executor: Executor
@@ -112,10 +119,16 @@ class Engine:
             self._desk,
             context,
             generation,
-            Survey(self._desk, PrefixWaits(self._desk, limits.max_batch_tokens)),
+            Survey(
+                self._desk,
+                PrefixWaits(self._desk, limits.max_batch_tokens),
+                limits.demotion,
+                parts.incarnation,
+            ),
             limits.max_batch_tokens,
             limits.max_running,
             limits.demotion,
+            ChunkRules(parts.demand.tokens_per_block, limits.state_alignment_tokens),
         )
         self._roles = {"context": context, "generation": generation}
         self._steps = StepsUnderWay(self._desk, parts.executor)
@@ -213,6 +226,8 @@ class Engine:
             leg.prefill_tokens += tokens
             self._desk.counters.prefill_tokens += tokens
         sequence.cache.advance(part.start + tokens)
+        if sequence.snapshot_points:
+            self._desk.keep_states(sequence, part.snapshot)
         self._commit(sequence)
         if len(part.draws) > len(sequence.choices):  # the front end has stopped some since
             pairs = zip(part.draws, result, strict=True)

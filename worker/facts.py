@@ -70,6 +70,7 @@ def engine_facts(loaded: LoadedModel, *, model_path: str, model_name: str) -> En
         model_hash=_digest(config, Path(model_path)),
         rope=tuple(sorted((name, _text(value)) for name, value in rope.items())),
         kv_dtype=kv_dtypes(loaded.specs),
+        kv_scales="none" if loaded.kv_scales is None else loaded.kv_scales.text,
         attention="grouped",
     )
 

@@ -94,6 +94,7 @@ class RankFollower(RankReplica):
                     part.start,
                     self.tables(part.sequence),
                     (),
+                    self.snapshot(part),
                     part.feed,
                 )
                 for part in step.slices

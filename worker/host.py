@@ -34,6 +34,7 @@ from worker.connection import WorkerFacts
 from worker.core import MonotonicClock, RankCore, limit_threads, load_core, make_engine, warm_up
 from worker.counters import Heartbeat
 from worker.engine import Engine
+from worker.facts import kv_dtypes
 from worker.follower_process import FollowerProcess
 from worker.inbox import Inbox, PairsChanged, RankReported, Shutdown
 from worker.io_thread import IoThread
@@ -145,6 +146,7 @@ class WorkerProcess(RankProcess):
             vocab_size=core.loaded.vocab_size,
             peer=peer,
             transport="ucx",
+            kv_dtype=kv_dtypes(core.loaded.specs),
         )
         server, port = io.run(self._start_server(facts, heartbeat))
         self._server = server

@@ -102,6 +102,8 @@ class Welcome(Message):
     peer: PeerAddress
     """Where other workers reach this one for transfers."""
     transport: str
+    kv_dtype: str
+    """Element type of keys and values in its pages."""
 
 
 class PrefixSource(Message):

@@ -66,6 +66,32 @@ class CommitSequence(Message):
     tokens: bytes
 
 
+class AcquireSnapshot(Message):
+    """``SequenceCache.acquire_snapshot_slot``; ``granted``: it gave a slot on the leader."""
+
+    kind: Literal["acquire_snapshot"] = "acquire_snapshot"
+    sequence: int
+    granted: bool
+
+
+class CommitSnapshot(Message):
+    """``SequenceCache.commit_with_snapshot``; ``kept`` is what it returned on the leader."""
+
+    kind: Literal["commit_snapshot"] = "commit_snapshot"
+    sequence: int
+    tokens: bytes
+    kept: bool
+
+
+class CommitLiveSnapshot(Message):
+    """``SequenceCache.commit_with_live_snapshot``; ``kept`` is what it returned on the leader."""
+
+    kind: Literal["commit_live_snapshot"] = "commit_live_snapshot"
+    sequence: int
+    tokens: bytes
+    kept: bool
+
+
 class ForkSequence(Message):
     """``SequenceCache.fork``; ``branch`` is None where it returned None on the leader."""
 
@@ -122,13 +148,15 @@ class QuarantineLease(Message):
 
 class RunSlice(Message):
     """Tokens ``[start, start + number of tokens)`` of one sequence. ``draws``: its last logits are
-    wanted. ``feed``: as of :class:`worker.ports.Slice`.
+    wanted. ``keeps``: length at which its state is kept in the pending slot, 0 for nowhere.
+    ``feed``: as of :class:`worker.ports.Slice`.
     """
 
     sequence: int
     start: int
     tokens: bytes
     draws: bool
+    keeps: int = 0
     feed: int | None = None
 
 
@@ -153,6 +181,9 @@ PageOperation = Annotated[
     | GrowToReceive
     | AdvanceSequence
     | CommitSequence
+    | AcquireSnapshot
+    | CommitSnapshot
+    | CommitLiveSnapshot
     | ForkSequence
     | SuspendSequence
     | ResumeSequence

@@ -8,23 +8,27 @@ empty: only a chunk of the very next step may take them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final
 
 import numpy as np
 
+from worker.chunks import ChunkRules
 from worker.context import ContextRole
 from worker.desk import Desk, Ending
 from worker.generation import GenerationRole
-from worker.ports import Slice
+from worker.ports import CacheSequence, Slice, StateSnapshot
 from worker.requests import LegRecord, Sequence, SequenceState
 from worker.role import Role
 from worker.scheduler import (
     PROMISES,
     Admission,
+    Chunk,
     Demotion,
     Item,
     Limits,
     StepPlan,
+    Verdict,
     plan_admission,
     plan_step,
 )
@@ -32,6 +36,16 @@ from worker.survey import LEG_PHASES, RECEIVING, Survey
 
 UNKNOWN: Final = np.zeros(1, dtype=np.int32)
 """In place of a token that is being drawn."""
+
+
+class Opening(Enum):
+    """What became of a queued sequence whose turn it was."""
+
+    STARTED = "started"
+    WAITS = "waits"
+    """For a prefix that another one computes."""
+    DEFERRED = "deferred"
+    """It lacks more than was expected when it was ordered."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -45,6 +59,7 @@ class PageBoard:
     max_batch_tokens: int
     max_running: int
     demotion: Demotion | None
+    chunks: ChunkRules
 
     def admit(self) -> bool:
         """Give pages, and promises of pages, to whoever is next. True when somebody got
@@ -52,21 +67,42 @@ class PageBoard:
         """
         if self.survey.running_rows() >= self.max_running:
             return False  # everybody needs a row
+        given_way: set[int] = set()
+        moved, deferred = self._pass(given_way)
+        if deferred:
+            # What they claimed is free for those who found no room; then they are matched again.
+            given_way |= deferred
+            moved |= self._pass(given_way)[0]
+        for key in given_way:
+            sequence = self.desk.sequences.get(key)
+            if sequence is not None and sequence.state is SequenceState.QUEUED:
+                sequence.demoted_steps += 1
+        return moved
+
+    def _pass(self, given_way: set[int]) -> tuple[bool, set[int]]:
+        """One plan: whether somebody got something, and who was deferred. Who had to come after
+        younger ones is added to ``given_way``.
+        """
         items = self.survey.items()
         if not items:
-            return False
+            return False, set()
         plan = self._plan(items)
         if plan.short_of_slots is not None:
             shared = self.survey.share(items, plan.short_of_slots)
             plan = plan if shared is None else self._plan(shared)
+        given_way.update(plan.demoted)
         if plan.is_empty:
-            return self._end_if_stuck(plan)
+            if not plan.demoted:
+                self.survey.refused()  # demoted prompts age by it
+            return self._end_if_stuck(plan), set()
         legs = {leg.arrival: leg for leg in self.desk.legs if leg.state in LEG_PHASES}
-        return self._carry_out(plan, legs) or self._end_if_stuck(plan)
+        moved, deferred = self._carry_out(plan, legs)
+        return moved or bool(deferred) or self._end_if_stuck(plan), deferred
 
-    def _carry_out(self, plan: Admission, legs: dict[int, LegRecord]) -> bool:
+    def _carry_out(self, plan: Admission, legs: dict[int, LegRecord]) -> tuple[bool, set[int]]:
         sequences = self.desk.sequences
         moved = False
+        deferred: set[int] = set()
         for key, slots in plan.passed:
             waiting = sequences[key] if key > 0 else legs[-key]
             waiting.passed_slots += slots
@@ -75,32 +111,62 @@ class PageBoard:
         for key in plan.land:
             moved |= self._role(legs[-key]).land(legs[-key])
         for key in plan.admit:
-            moved |= self._open(sequences[key])
+            opening = self._open(sequences[key])
+            moved |= opening is Opening.STARTED
+            if opening is Opening.DEFERRED:
+                deferred.add(key)
         for key in plan.grant:
             self.generation.grant(legs[-key])
             moved = True
-        return moved
+        return moved, deferred
 
     def _plan(self, items: list[Item]) -> Admission:
         return plan_admission(items, self.desk.manager.available_slots(), self._limits())
 
     def _limits(self) -> Limits:
         total = self.desk.manager.total_slots()
-        return Limits(self.max_batch_tokens, self.max_running, total, self.demotion)
+        return Limits(self.max_batch_tokens, self.max_running, total, self.demotion, self.chunks)
 
-    def _open(self, sequence: Sequence) -> bool:
+    def _open(self, sequence: Sequence) -> Opening:
         """Match the prefix tree, unless another sequence computes more of it just now. The logits
         of the last token are needed, so that one is always computed.
         """
         if self.survey.waits.begin(sequence):
-            return False
+            return Opening.WAITS
         tokens = sequence.tokens.span(0, len(sequence.tokens))
         cache = self.desk.manager.open(sequence.leg.scope, tokens, max_match=len(tokens) - 1)
+        if self._verdict(sequence, len(tokens) - cache.matched_tokens) is Verdict.DEFER:
+            cache.close()
+            return Opening.DEFERRED
         cache.announce()
         sequence.cache = cache
         sequence.enter(SequenceState.RUNNING)
+        if self.desk.manager.keeps_states:
+            self._ask_for_states(sequence, cache)
         self._role(sequence.leg).opened(sequence)
-        return True
+        return Opening.STARTED
+
+    def _ask_for_states(self, sequence: Sequence, cache: CacheSequence) -> None:
+        """States are worth keeping where the prompt leaves all known ones, and where it ends if the
+        sequence goes on after it: what rests is kept as it is.
+        """
+        leg, manager = sequence.leg, self.desk.manager
+        points: set[int] = set()
+        branch = manager.branch_point(leg.scope, leg.prompt, cache.history)
+        if branch is not None:
+            points.add(branch)
+        if leg.kind == "generation" and cache.history < leg.prompt_tokens:
+            points.add(leg.prompt_tokens)
+        sequence.snapshot_points = tuple(sorted(points))
+        manager.count_snapshots_asked(len(points))
+
+    def _verdict(self, sequence: Sequence, found: int) -> Verdict:
+        """Whether a matched prompt may start; from now on it is known what it lacks."""
+        if self.demotion is None:
+            return Verdict.START
+        expected = self.survey.expected_tokens(sequence)
+        sequence.uncached_tokens = found
+        return self.demotion.verdict(expected=expected, found=found, demoted=sequence.demoted_steps)
 
     def _resume(self, sequence: Sequence) -> None:
         assert sequence.cache is not None
@@ -124,43 +190,45 @@ class PageBoard:
         rows = self.survey.rows()
         if not rows:
             return []
-        plan = plan_step(rows, self._limits())
-        chunks = [(self.desk.sequences[chunk.key], chunk.tokens) for chunk in plan.chunks]
+        plan = plan_step(rows, self._limits(), self.survey.ahead())
+        batch = [(self.desk.sequences[chunk.key], chunk) for chunk in plan.chunks]
         if not all(
-            self._has_pages(sequence, tokens) or self._grow(sequence, tokens, [])
-            for sequence, tokens in chunks
+            self._has_pages(sequence, chunk.tokens) or self._grow(sequence, chunk.tokens, [])
+            for sequence, chunk in batch
         ):
             return []
         self._count_demoted(plan)
-        return [(sequence, self._slice(sequence, tokens)) for sequence, tokens in chunks]
+        return [(sequence, self._slice(sequence, chunk)) for sequence, chunk in batch]
 
     def step(self) -> list[tuple[Sequence, Slice]]:
         """Choose the chunks of the next step and get their pages, while none is under way."""
         rows = self.survey.rows()
         if not rows:
             return []
-        plan = plan_step(rows, self._limits())
+        plan = plan_step(rows, self._limits(), self.survey.ahead())
         self._count_demoted(plan)
         batch = self._allocate(plan)
         if not batch:
             self._check_progress(plan)
-        return [(sequence, self._slice(sequence, tokens)) for sequence, tokens in batch]
+        return [(sequence, self._slice(sequence, chunk)) for sequence, chunk in batch]
 
     def _count_demoted(self, plan: StepPlan) -> None:
         for key in plan.demoted:
             self.desk.sequences[key].demoted_steps += 1
 
-    def _allocate(self, plan: StepPlan) -> list[tuple[Sequence, int]]:
+    def _allocate(self, plan: StepPlan) -> list[tuple[Sequence, Chunk]]:
         victims = list(plan.victims)
-        batch: list[tuple[Sequence, int]] = []
+        batch: list[tuple[Sequence, Chunk]] = []
         for chunk in plan.chunks:
             sequence = self.desk.sequences[chunk.key]
             if sequence.state is not SequenceState.RUNNING:
                 continue
-            if self._has_pages(sequence, chunk.tokens) or self._grow(
+            cache = sequence.cache
+            assert cache is not None
+            if cache.history + chunk.tokens <= cache.capacity or self._grow(
                 sequence, chunk.tokens, victims
             ):
-                batch.append((sequence, chunk.tokens))
+                batch.append((sequence, chunk))
         if len(victims) == len(plan.victims):
             return batch  # nobody was suspended for another
         return [pair for pair in batch if pair[0].state is SequenceState.RUNNING]
@@ -245,13 +313,16 @@ class PageBoard:
             "blocks, or give this one more memory"
         )
 
-    def _slice(self, sequence: Sequence, tokens: int) -> Slice:
+    def _slice(self, sequence: Sequence, chunk: Chunk) -> Slice:
         cache, known = sequence.cache, sequence.tokens
         assert cache is not None
         start = cache.history + sequence.under_way
-        end, length = start + tokens, len(known)
+        end, length = start + chunk.tokens, known.length
         draws = self.desk.draws(sequence) if end == length + sequence.draws_under_way else ()
-        tables = cache.block_tables()
         if end > length:
-            return Slice(cache.name, UNKNOWN, start, tables, draws, sequence.feed)
-        return Slice(cache.name, known.span(start, end), start, tables, draws)
+            tables = cache.block_tables()
+            return Slice(cache.name, UNKNOWN, start, tables, draws, feed=sequence.feed)
+        slot = None if chunk.keep is None else cache.acquire_snapshot_slot()
+        snapshot = None if chunk.keep is None or slot is None else StateSnapshot(chunk.keep, slot)
+        tables = cache.block_tables()
+        return Slice(cache.name, known.span(start, end), start, tables, draws, snapshot)

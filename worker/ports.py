@@ -72,6 +72,15 @@ class CacheSequence(Protocol):
 
     def commit(self, tokens: npt.NDArray[np.int32]) -> None: ...
 
+    def acquire_snapshot_slot(self) -> int | None:
+        """A slot for the state of a coming commit; None where there is none."""
+
+    def commit_with_snapshot(self, tokens: npt.NDArray[np.int32]) -> bool:
+        """Commit, and keep what the step wrote to the acquired slot as the state at that length."""
+
+    def commit_with_live_snapshot(self, tokens: npt.NDArray[np.int32]) -> bool:
+        """Commit all that is final, and keep a copy of the state at that length."""
+
     def fork(self) -> CacheSequence | None: ...
 
     def suspend(self) -> None: ...
@@ -116,6 +125,8 @@ class AwaitedPrefix:
     key: bytes
     """Of the last of them."""
     tokens: int
+    end_tokens: int
+    """Length of the prompt up to them."""
 
 
 class CacheManager(Protocol):
@@ -133,8 +144,25 @@ class CacheManager(Protocol):
         as a wait.
         """
 
+    def uncached_tokens(self, scope: bytes, tokens: npt.NDArray[np.int32]) -> int:
+        """Tokens of a prompt that nobody has and nobody computes now. Changes nothing."""
+
     def is_announced(self, key: bytes) -> bool:
         """Whether a running sequence still computes the block with this key."""
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether a prefix is reusable only at lengths where its recurrent state was kept."""
+
+    def branch_point(
+        self, scope: bytes, tokens: npt.NDArray[np.int32], position: int
+    ) -> int | None:
+        """Where a prompt, of which ``position`` tokens are there, leaves all that is known, if a
+        state is worth keeping there.
+        """
+
+    def count_snapshots_asked(self, points: int) -> None:
+        """A sequence was asked to keep its state at so many points."""
 
     def release(self, lease: TransferLease) -> None: ...
 
@@ -263,6 +291,13 @@ class Draw(NamedTuple):
         return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
+class StateSnapshot(NamedTuple):
+    """The state after ``length`` tokens of a sequence is also written to ``slot``."""
+
+    length: int
+    slot: int
+
+
 class Slice(NamedTuple):
     """Tokens ``[start, start + len(tokens))`` of one sequence, to be computed in this step."""
 
@@ -273,6 +308,8 @@ class Slice(NamedTuple):
     """Slot of each block, one array a layer group; -1 where stale."""
     draws: tuple[Draw, ...]
     """Drawn from the logits of its last token; empty for a chunk before the end."""
+    snapshot: StateSnapshot | None = None
+    """A state to be kept in mid-chunk; only where the engine was told that the model can."""
     feed: int | None = None
     """Of a step launched while the one before it is under way: the one token is what that step
     draws as number ``feed`` of all its draws in order, and ``tokens`` says nothing.

@@ -13,10 +13,12 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
+from kvcache_core.branch_points import branch_point
 from kvcache_core.counters_report import CountersReport
 from kvcache_core.lease import PageLease
 from kvcache_core.manager import UnifiedKVCacheManager
 from kvcache_core.sequence import SequenceCache
+from kvcache_core.spec import ReusePolicy
 from transfer.lease import TransferLease
 from worker.oplog import BlockTables
 from worker.ports import AwaitedPrefix, BlockCounts, CacheManager, CacheSequence, CacheTotals, Slice
@@ -32,6 +34,8 @@ class RankSequence(CacheSequence):
         self._cache = cache
         self._groups = groups
         self._mint = mint
+        self._tables: BlockTables | None = None
+        """As long as they are the same arrays, which are updated in place."""
 
     @property
     @override
@@ -70,10 +74,12 @@ class RankSequence(CacheSequence):
 
     @override
     def grow(self, capacity: int) -> bool:
+        self._tables = None
         return self._cache.grow(capacity)
 
     @override
     def grow_to_receive(self, capacity: int) -> bool:
+        self._tables = None
         return self._cache.grow_to_receive(capacity)
 
     @override
@@ -85,6 +91,18 @@ class RankSequence(CacheSequence):
         self._cache.commit(tokens)
 
     @override
+    def acquire_snapshot_slot(self) -> int | None:
+        return self._cache.acquire_snapshot_slot()
+
+    @override
+    def commit_with_snapshot(self, tokens: npt.NDArray[np.int32]) -> bool:
+        return self._cache.commit_with_snapshot(tokens)
+
+    @override
+    def commit_with_live_snapshot(self, tokens: npt.NDArray[np.int32]) -> bool:
+        return self._cache.commit_with_live_snapshot(tokens)
+
+    @override
     def fork(self) -> RankSequence | None:
         cache = self._cache.fork()
         return (
@@ -93,10 +111,12 @@ class RankSequence(CacheSequence):
 
     @override
     def suspend(self) -> None:
+        self._tables = None
         self._cache.suspend()
 
     @override
     def resume(self) -> bool:
+        self._tables = None
         return self._cache.resume()
 
     @override
@@ -109,8 +129,10 @@ class RankSequence(CacheSequence):
 
     @override
     def block_tables(self) -> BlockTables:
-        table = self._cache.block_table
-        return tuple([table(group) for group in self._groups])
+        if self._tables is None:
+            table = self._cache.block_table
+            self._tables = tuple([table(group) for group in self._groups])
+        return self._tables
 
     @override
     def lease(self, first_block: int, end_block: int) -> PageLease:
@@ -123,6 +145,12 @@ class RankManager(CacheManager):
     def __init__(self, manager: UnifiedKVCacheManager) -> None:
         self._manager = manager
         self._groups = range(len(manager.plan.layer_groups))
+        shared = [
+            group
+            for group in manager.plan.layer_groups
+            if group.life_cycle.is_state and group.life_cycle.policy is not ReusePolicy.PRIVATE
+        ]
+        self._keeps_states = len(shared) == 1
         self._names = count(1)
         self._report = CountersReport()
 
@@ -152,11 +180,44 @@ class RankManager(CacheManager):
         size = manager.plan.tokens_per_block
         end = reuse.known_tokens // size + reuse.in_flight_tokens // size
         manager.count_prefix_wait()
-        return AwaitedPrefix(prompt.keys(end)[end - 1], reuse.in_flight_tokens)
+        return AwaitedPrefix(prompt.keys(end)[end - 1], reuse.in_flight_tokens, end * size)
+
+    @override
+    def uncached_tokens(self, scope: bytes, tokens: npt.NDArray[np.int32]) -> int:
+        reuse = self._manager.look(self._manager.prompt(scope, tokens))
+        found = reuse.reusable_tokens
+        if reuse.in_flight_tokens and found == reuse.known_tokens:
+            found += reuse.in_flight_tokens - found % self.tokens_per_block
+        return len(tokens) - found
 
     @override
     def is_announced(self, key: bytes) -> bool:
         return self._manager.is_announced(key)
+
+    @property
+    @override
+    def keeps_states(self) -> bool:
+        return self._keeps_states
+
+    @override
+    def branch_point(
+        self, scope: bytes, tokens: npt.NDArray[np.int32], position: int
+    ) -> int | None:
+        manager = self._manager
+        branch = branch_point(
+            manager.look(manager.prompt(scope, tokens)),
+            looked_up_tokens=len(tokens),
+            prompt_tokens=len(tokens),
+            position=position,
+            tokens_per_block=self.tokens_per_block,
+        )
+        manager.count_branch(branch.choice)
+        return branch.tokens or None
+
+    @override
+    def count_snapshots_asked(self, points: int) -> None:
+        for _ in range(points):
+            self._manager.count_snapshot_asked()
 
     @override
     def release(self, lease: TransferLease) -> None:

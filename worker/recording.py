@@ -19,9 +19,12 @@ from kvcache_core.sequence import SequenceCache
 from transfer.lease import TransferLease
 from transfer.wire import pack_ints
 from worker.oplog import (
+    AcquireSnapshot,
     AdvanceSequence,
     CloseSequence,
+    CommitLiveSnapshot,
     CommitSequence,
+    CommitSnapshot,
     EndStep,
     ForkSequence,
     GrowSequence,
@@ -116,6 +119,7 @@ class LeaderManager(RankManager):
                         start=part.start,
                         tokens=pack_ints(part.tokens),
                         draws=bool(part.draws),
+                        keeps=0 if part.snapshot is None else part.snapshot.length,
                         feed=part.feed,
                     )
                     for part in slices
@@ -189,6 +193,26 @@ class LeaderSequence(RankSequence):
     def commit(self, tokens: npt.NDArray[np.int32]) -> None:
         super().commit(tokens)
         self._leader.record(CommitSequence(sequence=self.name, tokens=pack_ints(tokens)))
+
+    @override
+    def acquire_snapshot_slot(self) -> int | None:
+        slot = super().acquire_snapshot_slot()
+        self._leader.record(AcquireSnapshot(sequence=self.name, granted=slot is not None))
+        return slot
+
+    @override
+    def commit_with_snapshot(self, tokens: npt.NDArray[np.int32]) -> bool:
+        kept = super().commit_with_snapshot(tokens)
+        packed = pack_ints(tokens)
+        self._leader.record(CommitSnapshot(sequence=self.name, tokens=packed, kept=kept))
+        return kept
+
+    @override
+    def commit_with_live_snapshot(self, tokens: npt.NDArray[np.int32]) -> bool:
+        kept = super().commit_with_live_snapshot(tokens)
+        packed = pack_ints(tokens)
+        self._leader.record(CommitLiveSnapshot(sequence=self.name, tokens=packed, kept=kept))
+        return kept
 
     @override
     def fork(self) -> LeaderSequence | None:

@@ -11,10 +11,13 @@ from kvcache_core.manager import UnifiedKVCacheManager
 from kvcache_core.sequence import SequenceCache
 from transfer.wire import unpack_ints
 from worker.oplog import (
+    AcquireSnapshot,
     AdvanceSequence,
     BlockTables,
     CloseSequence,
+    CommitLiveSnapshot,
     CommitSequence,
+    CommitSnapshot,
     EndStep,
     ForkSequence,
     GrowSequence,
@@ -27,11 +30,13 @@ from worker.oplog import (
     RanksDiverged,
     ReleaseLease,
     ResumeSequence,
+    RunSlice,
     RunStep,
     StepChecksum,
     SuspendSequence,
     checksum,
 )
+from worker.ports import StateSnapshot
 from worker.recording import Follower
 
 
@@ -51,6 +56,11 @@ class RankReplica(Follower):
         """Block tables of one sequence, one a layer group."""
         cache = self._sequences[sequence]
         return tuple(cache.block_table(group) for group in range(self._groups))
+
+    def snapshot(self, part: RunSlice) -> StateSnapshot | None:
+        """The state that a slice keeps in mid-chunk, in this rank's slot."""
+        slot = self._sequences[part.sequence].pending_snapshot_slot if part.keeps else None
+        return None if slot is None else StateSnapshot(part.keeps, slot)
 
     def lease(self, name: int) -> PageLease:
         """A lease that is not released. Raises KeyError."""
@@ -95,6 +105,8 @@ class RankReplica(Follower):
                 self._run(operation)
             case EndStep():
                 pass  # pages alone wait for nothing
+            case AcquireSnapshot() | CommitSnapshot() | CommitLiveSnapshot():
+                self._keep(operation)
             case (
                 GrowSequence()
                 | GrowToReceive()
@@ -146,6 +158,19 @@ class RankReplica(Follower):
             case CloseSequence():
                 cache.close()
                 del self._sequences[operation.sequence]
+
+    def _keep(self, operation: AcquireSnapshot | CommitSnapshot | CommitLiveSnapshot) -> None:
+        cache = self._sequences[operation.sequence]
+        match operation:
+            case AcquireSnapshot():
+                granted = cache.acquire_snapshot_slot() is not None
+                self._agree(operation, operation.granted, granted)
+            case CommitSnapshot():
+                kept = cache.commit_with_snapshot(unpack_ints(operation.tokens))
+                self._agree(operation, operation.kept, kept)
+            case CommitLiveSnapshot():
+                kept = cache.commit_with_live_snapshot(unpack_ints(operation.tokens))
+                self._agree(operation, operation.kept, kept)
 
     def _agree(self, operation: Operation, leader: object, here: object) -> None:
         if leader != here:

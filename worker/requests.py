@@ -101,25 +101,26 @@ class TokenList:
 
     def __init__(self, *parts: Values[int] | Tokens) -> None:
         self._data: Tokens = np.concatenate([np.asarray(part, dtype=np.int32) for part in parts])
-        self._length = len(self._data)
+        self.length = len(self._data)
+        """Tokens in the list, as ``len`` gives it."""
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     def append(self, token: int) -> None:
         """Add one token; amortised O(1)."""
-        if self._length == len(self._data):
-            grown: Tokens = np.empty(max(16, 2 * self._length), dtype=np.int32)
-            grown[: self._length] = self._data[: self._length]
+        if self.length == len(self._data):
+            grown: Tokens = np.empty(max(16, 2 * self.length), dtype=np.int32)
+            grown[: self.length] = self._data[: self.length]
             self._data = grown
-        self._data[self._length] = token
-        self._length += 1
+        self._data[self.length] = token
+        self.length += 1
 
     def span(self, start: int, end: int) -> Tokens:
         """Tokens ``[start, end)`` without a copy."""
-        if not 0 <= start <= end <= self._length:
+        if not 0 <= start <= end <= self.length:
             raise IndexError(
-                f"token span: expected 0 <= start <= end <= {self._length}, got {start}, {end}"
+                f"token span: expected 0 <= start <= end <= {self.length}, got {start}, {end}"
             )
         return self._data[start:end]
 
@@ -213,8 +214,14 @@ class Sequence:
     last_step: int = 0
     passed_slots: int = 0
     """Slots that younger items got while it was queued."""
+    snapshot_points: tuple[int, ...] = ()
+    """Lengths, ascending, at which its state is to be kept; those passed are gone."""
+    uncached_tokens: int | None = None
+    """Tokens that it lacks: as its prompt was looked up, and exact once it was matched. None where
+    nobody has looked, or where what was expected of others did not come.
+    """
     demoted_steps: int = 0
-    """Steps in which its prompt gave up the privilege of the oldest."""
+    """Steps in which its prompt came after younger ones, or gave up the privilege of the oldest."""
     owed: tuple[int, ...] = ()
     """Slots per pool group that it still has to get, as of ``owed_at``."""
     owed_at: tuple[int, int, int] | None = None

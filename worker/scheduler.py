@@ -5,23 +5,28 @@ have taken as many slots as it wants itself, and no more, so nothing starves. No
 whose known tokens plus one growth block could not be held beside what was admitted before it, so
 running sequences are suspended only for pages that are written in the very next step. Of a step's
 prefill budget one half is the oldest prompt's, the other goes to those nearest to their first
-token. No clock, no IO, no manager: the engine turns its state into these values and carries the
-plan out.
+token; where chunks may end is decided by :mod:`worker.chunks`. No clock, no IO, no manager: the
+engine turns its state into these values and carries the plan out.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from operator import attrgetter, le
+from types import MappingProxyType
 from typing import Final, NamedTuple
+
+from worker.chunks import Ahead, ChunkRules, next_part
 
 Slots = tuple[int, ...]
 """Slots per pool group."""
 
 _ARRIVAL: Final = attrgetter("arrival")
+ANYWHERE: Final = ChunkRules()
+NO_POINTS: Final[Mapping[int, Ahead]] = MappingProxyType({})
 
 
 class Phase(Enum):
@@ -65,6 +70,14 @@ class Item(NamedTuple):
     rows: int = 1
     passed: int = 0
     """Slots of all pool groups that younger items got while it was kept waiting."""
+    uncached: int = 0
+    """Tokens that a queued prompt lacks, as far as is known."""
+    demoted: int = 0
+    """Steps in which it was demoted."""
+    borrows: bool = False
+    """A prompt that may have, while nobody else computes, what was promised and not called for, so
+    that workers which promise each other room do not wait in a circle.
+    """
 
 
 class Row(NamedTuple):
@@ -82,18 +95,34 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Demotion:
-    """Prompts that lack more than ``uncached_tokens`` give up the privilege of the oldest for
-    ``max_iters`` steps; then they are starved and have it like any other.
+    """Prompts that lack more than ``uncached_tokens`` come after all others and give up the
+    privilege of the oldest for ``max_iters`` steps; then they are starved and have their place.
     """
 
     uncached_tokens: int
     max_iters: int
 
-    def applies(self, row: Row) -> bool:
-        """Whether ``row`` is demoted in this step. Its pending tokens are exact: it holds all that
-        the cache had.
+    def applies(self, lacking: int, demoted: int) -> bool:
+        """Whether a prompt that lacks so many tokens and was demoted in so many steps is in this
+        one. What a running prompt lacks is exact; of a queued one it may be an expectation.
         """
-        return row.pending > self.uncached_tokens and row.demoted < self.max_iters
+        return lacking > self.uncached_tokens and demoted < self.max_iters
+
+    def verdict(self, *, expected: int, found: int, demoted: int) -> Verdict:
+        """On a prompt that was ordered by ``expected`` tokens and, matched, lacks ``found``."""
+        if self.applies(found, demoted) and not self.applies(expected, demoted):
+            return Verdict.DEFER
+        return Verdict.START
+
+
+class Verdict(Enum):
+    """What becomes of a prompt that has just been matched."""
+
+    START = "start"
+    DEFER = "defer"
+    """It was ordered among the short ones and is a long one: it gives back what it claimed and is
+    tried again after the rest.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +134,7 @@ class Limits:
     total: Slots
     """All slots but quarantined ones."""
     demotion: Demotion | None = None
+    chunks: ChunkRules = ANYWHERE
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +151,8 @@ class Admission:
     """The oldest item that slots were too few for, if any."""
     passed: tuple[tuple[int, int], ...] = ()
     """Items that younger ones passed in this plan, each with the slots that those got."""
+    demoted: tuple[int, ...] = ()
+    """Queued prompts that came after younger items in this plan because of what they lack."""
 
     @property
     def is_empty(self) -> bool:
@@ -133,6 +165,8 @@ class Chunk(NamedTuple):
 
     key: int
     tokens: int
+    keep: int | None = None
+    """Length of the sequence at which its state is kept in mid-chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,23 +195,27 @@ def _plus(left: Slots, right: Slots) -> Slots:
 
 
 def plan_admission(items: Sequence[Item], available: Slots, limits: Limits) -> Admission:
-    """Who gets pages, or a promise of pages, now.
+    """Who gets pages, or a promise of pages, now: in order of arrival, demoted prompts last.
 
     ``available`` counts free and evictable slots. What running and receiving items will still need
     is set aside first; then the others are served in order of arrival. New items leave alone what
     was promised, to younger ones too: peers hold pages until a promise is kept. Suspended ones do
-    not, so that an old one is not kept out by a young promise.
+    not, so that an old one is not kept out by a young promise. Where nobody computes or receives,
+    one prompt that borrows may have what was promised, whoever waits before it.
     """
     left = _Left(available, limits)
+    lends = True
     entrants: list[Item] = []
     for item in items:
         if item.phase in HOLDERS:
             left.take(item, item.demand)
+            lends = lends and not item.rows
         else:
             entrants.append(item)
             if item.phase in PROMISES:
                 left.promise(item)
     entrants.sort(key=_ARRIVAL)
+    demoted = _last(entrants, limits.demotion)
     short: int | None = None
     waiting: list[tuple[Item, int]] = []  # with the slots that were given before it
     given, patience = 0, sys.maxsize  # new items get no more than ``patience`` slots
@@ -188,7 +226,9 @@ def plan_admission(items: Sequence[Item], available: Slots, limits: Limits) -> A
         cost = sum(demand) if new else 0
         if item.phase in PROMISES:
             left.keep_promise(item)
-        if given + cost <= patience and left.fits(item, demand):
+        borrows = item.borrows and lends and left.lends(item, demand)
+        if borrows or (given + cost <= patience and left.fits(item, demand)):
+            lends = lends and not borrows
             left.take(item, demand)
             given += cost
             chosen[item.phase].append(item.key)
@@ -206,7 +246,23 @@ def plan_admission(items: Sequence[Item], available: Slots, limits: Limits) -> A
         grant=tuple(chosen[Phase.GRANTING]),
         short_of_slots=short,
         passed=tuple((item.key, given - before) for item, before in waiting if given > before),
+        demoted=demoted,
     )
+
+
+def _last(entrants: list[Item], demotion: Demotion | None) -> tuple[int, ...]:
+    """Move demoted prompts behind all others; the keys of those that have younger ones before
+    them.
+    """
+    if demotion is None:
+        return ()
+
+    def is_demoted(item: Item) -> bool:
+        return item.phase is Phase.QUEUED and demotion.applies(item.uncached, item.demoted)
+
+    youngest = max((one.arrival for one in entrants if not is_demoted(one)), default=(0, 0))
+    entrants.sort(key=is_demoted)
+    return tuple(one.key for one in entrants if is_demoted(one) and one.arrival < youngest)
 
 
 class _Left:
@@ -218,6 +274,9 @@ class _Left:
         self._rows = limits.max_running
         self._promised: Slots = (0,) * len(free)
         self._promised_rows = 0
+        self._kept: Slots = self._promised
+        """Taken by promises that nobody has called for yet."""
+        self._kept_rows = 0
 
     def capped(self, item: Item) -> Slots:
         """A demand never exceeds the pool: growth blocks must not keep out what would fit alone."""
@@ -248,15 +307,25 @@ class _Left:
             rows -= self._promised_rows
         return item.rows <= rows and self.holds(item, demand)
 
+    def lends(self, item: Item, demand: Slots) -> bool:
+        """Whether there are enough with those that were promised and not called for."""
+        rows = self._rows + self._kept_rows
+        return item.rows <= rows and fits(demand, _plus(self._free, self._kept))
+
     def take(self, item: Item, demand: Slots) -> None:
         """Slots and a place in the steps."""
         self._free = _minus(self._free, demand)
         self._rows -= item.rows
+        if item.phase is Phase.PROMISED:
+            self._kept = _plus(self._kept, demand)
+            self._kept_rows += item.rows
 
 
-def plan_step(rows: Sequence[Row], limits: Limits) -> StepPlan:
+def plan_step(
+    rows: Sequence[Row], limits: Limits, ahead: Mapping[int, Ahead] = NO_POINTS
+) -> StepPlan:
     """The chunks of one step: every decoding sequence first, then prefill chunks with what is left
-    of the budget.
+    of the budget. Those of sequences with snapshot points ``ahead``, by key, end as the rules say.
 
     Decoding sequences leave a quarter of the budget to prefills that wait, so that neither starves
     the other when there are more of them than a step can take.
@@ -279,9 +348,13 @@ def plan_step(rows: Sequence[Row], limits: Limits) -> StepPlan:
     if prefilling and places > len(taken):
         others = [row for row in prefilling if row.key not in demoted]
         oldest = (others or prefilling)[0]
-        taken |= share_prefill(oldest, prefilling, budget - len(taken), places - len(taken))
+        cut = Cut(ahead, limits.chunks)
+        taken |= share_prefill(oldest, prefilling, budget - len(taken), places - len(taken), cut)
+        chunks = tuple(cut.chunk(row, taken[row.key]) for row in rows if row.key in taken)
+    else:
+        chunks = tuple([Chunk(key, taken[key]) for key in keys if key in taken])
     return StepPlan(
-        chunks=tuple(Chunk(key, taken[key]) for key in keys if key in taken),
+        chunks=chunks,
         victims=victims,
         demoted=demoted,
     )
@@ -290,10 +363,34 @@ def plan_step(rows: Sequence[Row], limits: Limits) -> StepPlan:
 def _demoted(rows: Sequence[Row], demotion: Demotion | None) -> tuple[int, ...]:
     if demotion is None or len(rows) < 2:
         return ()
-    return tuple(row.key for row in rows if demotion.applies(row))
+    return tuple(row.key for row in rows if demotion.applies(row.pending, row.demoted))
 
 
-def share_prefill(oldest: Row, rows: Sequence[Row], budget: int, places: int) -> dict[int, int]:
+class Cut:
+    """What a row takes of a share."""
+
+    def __init__(self, ahead: Mapping[int, Ahead], rules: ChunkRules) -> None:
+        self._ahead = ahead
+        self._rules = rules
+
+    def tokens(self, row: Row, share: int) -> int:
+        """Tokens that ``row`` takes: some of any share, and not fewer of a larger one."""
+        ahead = self._ahead.get(row.key)
+        if ahead is None or share <= 0:
+            return max(0, min(row.pending, share))
+        return next_part(ahead, row.pending, share, self._rules).tokens
+
+    def chunk(self, row: Row, tokens: int) -> Chunk:
+        """The chunk of so many tokens."""
+        ahead = self._ahead.get(row.key)
+        if ahead is None:
+            return Chunk(row.key, tokens)
+        return Chunk(row.key, *next_part(ahead, row.pending, tokens, self._rules))
+
+
+def share_prefill(
+    oldest: Row, rows: Sequence[Row], budget: int, places: int, cut: Cut
+) -> dict[int, int]:
     """Keys and tokens: ``budget`` among at most ``places`` prompts, one of which is ``oldest``.
 
     The larger half is the oldest prompt's; the rest goes to those with the fewest tokens left, and
@@ -302,16 +399,16 @@ def share_prefill(oldest: Row, rows: Sequence[Row], budget: int, places: int) ->
     most s tokens left, whatever else there is.
     """
     nearest = sorted((row for row in rows if row is not oldest), key=_nearness)
-    first = min(oldest.pending, budget - budget // 2 if nearest and places > 1 else budget)
+    first = cut.tokens(oldest, budget - budget // 2 if nearest and places > 1 else budget)
     left = budget - first
     taken: dict[int, int] = {}
     for row in nearest[: places - 1]:
         if left <= 0:
             break
-        tokens = min(row.pending, left)
+        tokens = cut.tokens(row, left)
         taken[row.key] = tokens
         left -= tokens
-    first += min(left, oldest.pending - first)
+    first = cut.tokens(oldest, first + left)
     return {oldest.key: first, **taken} if first else taken
 
 

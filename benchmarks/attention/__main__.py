@@ -4,24 +4,26 @@ torch's attention, all measured in this run.
 Decodes are rated by keys and values read, prefills by operations over visible keys. A call is one
 layer's: the new rows written, then attention. ``--device cpu`` runs tiny cases in Triton's
 interpreter, whose times mean nothing. ``--sweep`` also measures other tile sizes for the main
-cases.
+cases; ``--crossover`` measures both ways of a prefill and gives the rates to choose by.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any, Final
 
 import torch
 import triton
 
-from benchmarks import report
+from benchmarks import limits, options, report
 from benchmarks.attention.cases import CASES, Case, tiny_cases
+from benchmarks.attention.crossover import crossover
 from benchmarks.attention.memory import Memory
-from benchmarks.attention.timing import seconds
-from benchmarks.engine.timing import copy_bandwidth
+from benchmarks.devices import add_device
+from benchmarks.limits import Limits
+from benchmarks.timing import device_seconds, wait
 from worker.model.kernels.scoring import LOG2_E
 from worker.model.kernels.tilings import Tiling
 from worker.model.triton_attention import TritonAttention, decode, prefill, read
@@ -29,8 +31,6 @@ from worker.model.triton_attention import TritonAttention, decode, prefill, read
 MOST_BYTES: Final = 12 << 30
 """Pages of one case."""
 LAYERS: Final = 8
-COPY_BYTES: Final = {"cuda": 1 << 30, "cpu": 1 << 20}
-MATMUL_SIDE: Final = {"cuda": 8192, "cpu": 64}
 SWEPT: Final = ("decode 1 x 4k", "decode 64 x 4k", "decode 64 x 4k, fp8", "prefill 8k")
 DECODE_TILINGS: Final = [
     (Tiling(1, keys, warps, stages), splits)
@@ -44,20 +44,6 @@ PREFILL_TILINGS: Final = [
 ]
 
 
-def limits(device: torch.device) -> dict[str, float]:
-    """The device's own copy in bytes read and written a second, and its bf16 matmul."""
-    size, side = COPY_BYTES[device.type], MATMUL_SIDE[device.type]
-    copy = copy_bandwidth(device, size)
-    left = torch.randn(side, side, dtype=torch.bfloat16, device=device)
-    out = torch.empty_like(left)
-    product = seconds(lambda: void(torch.mm(left, left, out=out)), device)
-    return {"copy_gb_s": copy / 1e9, "matmul_tflop_s": 2 * side**3 / product / 1e12}
-
-
-def void(_: object) -> None:
-    """Discard a result."""
-
-
 def layers_for(case: Case, device: torch.device) -> int:
     """Layers to take turns: fewer where their pages would not fit."""
     tokens = sum(start + count for start, count in case.lengths)
@@ -65,22 +51,21 @@ def layers_for(case: Case, device: torch.device) -> int:
     return min(LAYERS, max(2, MOST_BYTES // layer)) if device.type == "cuda" else 1
 
 
-def measured(case: Case, device: torch.device, most: dict[str, float]) -> dict[str, Any]:
+def measured(case: Case, device: torch.device, most: Limits) -> dict[str, Any]:
     """One case's figures."""
     memory = Memory(case, device, layers_for(case, device))
     attention = TritonAttention(memory.pages)
     scale = case.dim**-0.5
     started = time.perf_counter()
     attention.attend(memory.metadata, 0, memory.query, memory.new, scale, case.softcap)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait(device)
     first = time.perf_counter() - started
 
     def work() -> None:
         for index in range(len(memory.pages)):
             attention.attend(memory.metadata, index, memory.query, memory.new, scale, case.softcap)
 
-    spent = seconds(work, device) / len(memory.pages)
+    spent = device_seconds(work, device) / len(memory.pages)
     found = {"case": case.name, "us": round(spent * 1e6, 1), "first_call_s": round(first, 2)}
     found |= rates(case, spent, most)
     if case.is_plain:
@@ -88,13 +73,13 @@ def measured(case: Case, device: torch.device, most: dict[str, float]) -> dict[s
     return found
 
 
-def rates(case: Case, spent: float, most: dict[str, float]) -> dict[str, float]:
+def rates(case: Case, spent: float, most: Limits) -> dict[str, float]:
     """Work a second, and its share of the limit that bounds it."""
     if case.is_decode:
         rate = case.kv_bytes / spent / 1e9
-        return {"gb_s": round(rate, 1), "of_copy": round(rate / most["copy_gb_s"], 3)}
+        return {"gb_s": round(rate, 1), "of_copy": round(rate / most.copy_gb_s, 3)}
     rate = case.flops / spent / 1e12
-    return {"tflop_s": round(rate, 2), "of_matmul": round(rate / most["matmul_tflop_s"], 3)}
+    return {"tflop_s": round(rate, 2), "of_matmul": round(rate / most.matmul_tflop_s, 3)}
 
 
 def beside_torch(memory: Memory, spent: float, device: torch.device) -> dict[str, float]:
@@ -106,7 +91,7 @@ def beside_torch(memory: Memory, spent: float, device: torch.device) -> dict[str
     expected = memory.torch_attention(*taken).transpose(1, 2).flatten(0, 1)
     found = read(memory.pages[0], memory.metadata, memory.query, case.dim**-0.5)
     apart = (found.float() - expected.float()).abs().max().item()
-    theirs = seconds(lambda: void(memory.torch_attention(*taken)), device)
+    theirs = device_seconds(lambda: memory.torch_attention(*taken), device)
     return {
         "torch_us": round(theirs * 1e6, 1),
         "times_torch": round(theirs / spent, 2),
@@ -127,7 +112,7 @@ def sweep(case: Case, device: torch.device) -> Iterator[dict[str, Any]]:
                 call(pages, *step, *rest)
 
         try:
-            return round(seconds(work, device) / len(memory.pages) * 1e6, 1)
+            return round(device_seconds(work, device) / len(memory.pages) * 1e6, 1)
         except Exception as error:  # noqa: BLE001  # a tile that does not fit is a result here
             return f"{type(error).__name__}: {error}"[:90]
 
@@ -143,29 +128,35 @@ def sweep(case: Case, device: torch.device) -> Iterator[dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a line a case and the whole as one JSON object."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention")
-    parser.add_argument("--device", default="cuda")
+    parser = options.parser("attention", __doc__)
+    add_device(parser)
     parser.add_argument("--only", default="", help="cases whose names contain this")
     parser.add_argument("--sweep", action="store_true", help="measure other tile sizes too")
-    parser.add_argument("--out")
-    options = parser.parse_args(arguments)
-    device = torch.device(options.device)
+    parser.add_argument("--crossover", action="store_true", help="the two ways of a prefill alone")
+    given = parser.parse_args(arguments)
+    device = given.device
     if device.type == "cpu" and not triton.knobs.runtime.interpret:
         raise SystemExit("expected TRITON_INTERPRET=1 in the environment for --device cpu")
-    most = limits(device)
+    most = limits.measure(device)
     print(most, flush=True)
     cases = tiny_cases() if device.type == "cpu" else CASES
-    chosen = [case for case in cases if options.only in case.name]
+    if given.crossover:
+        found = crossover(next(case for case in cases if not case.is_decode), device)
+        for row in found["chunks"]:
+            print(*(f"{name}={value}" for name, value in row.items()), sep="  ", flush=True)
+        report.finish({"limits": asdict(most), **found}, given.out)
+        return
+    chosen = [case for case in cases if given.only in case.name]
     results = []
     for case in chosen:
         results.append(measured(case, device, most))
         print(*(f"{name}={value}" for name, value in results[-1].items()), sep="  ", flush=True)
     swept = []
-    for case in chosen if options.sweep else ():
+    for case in chosen if given.sweep else ():
         for result in sweep(case, device) if case.name in SWEPT else ():
             swept.append(result)
             print(*(f"{name}={value}" for name, value in result.items()), sep="  ", flush=True)
-    report.finish({"limits": most, "cases": results, "sweep": swept}, options.out)
+    report.finish({"limits": asdict(most), "cases": results, "sweep": swept}, given.out)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from worker.model.triton_attention import FLOAT8
+from worker.model.page_numbers import FLOAT8
 
 BRAIN: Final = torch.bfloat16
 

@@ -8,9 +8,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.attention.cases import Case
 from kvcache_core.arithmetic import ceil_div
+from worker.model.page_numbers import FLOAT8
 from worker.model.step import GroupGeometry, SequenceSlice, order
 from worker.model.step_metadata import MetadataShape, StepMetadata, describe_step
-from worker.model.triton_attention import FLOAT8, KernelPages
+from worker.model.triton_attention import KernelPages
 
 SCALE_OF_FLOAT8 = 0.02
 

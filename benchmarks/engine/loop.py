@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import cast
 
 import numpy as np
 from typing_extensions import override
 
+from benchmarks.engine.workloads import Load
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.manager import UnifiedKVCacheManager
 from kvcache_core.storage import TorchStorage
 from transfer.agent_figures import TransferFigures
+from transfer.identity import Incarnation
 from worker.core import MonotonicClock
 from worker.demand import PageDemand
 from worker.engine import Engine, EngineLimits, EngineParts
@@ -27,15 +28,6 @@ from worker.ranks import RankManager
 
 DEADLINE_MS = 3_600_000
 MAX_RUNNING = 256
-
-
-@dataclass(frozen=True)
-class Load:
-    """``requests`` at once, each of ``prompt`` random tokens, for ``output`` greedy ones."""
-
-    requests: int
-    prompt: int
-    output: int
 
 
 class NoTransfers:
@@ -83,6 +75,7 @@ class Loop:
         )
         self._engine = Engine(
             EngineParts(
+                incarnation=Incarnation.mint("benchmark"),
                 manager=manager,
                 transfers=cast(Transfers, NoTransfers()),
                 executor=executor,

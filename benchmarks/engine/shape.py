@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 import transformers
+from torch import nn
 
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.spec import ElementType
@@ -60,9 +61,9 @@ class ModelShape:
         return (self.layers * sum(sizes.values()) + head) * element
 
 
-def make_model(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-    """Random weights, as transformers initialises them."""
-    config = transformers.LlamaConfig(
+def configuration(shape: ModelShape) -> Any:
+    """As transformers has it."""
+    return transformers.LlamaConfig(
         num_hidden_layers=shape.layers,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -77,12 +78,25 @@ def make_model(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> L
         eos_token_id=0,
         pad_token_id=0,
     )
+
+
+def make_module(
+    shape: ModelShape, device: torch.device, dtype: torch.dtype, attention: str
+) -> nn.Module:
+    """Random weights, as transformers initialises them, made where they stay."""
     torch.manual_seed(0)
     with quiet_transformers(), device:
         module = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation=PAGED, dtype=dtype
+            configuration(shape), attn_implementation=attention, dtype=dtype
         )
-    module = module.to(device).eval().requires_grad_(requires_grad=False)
+    made: nn.Module = module.to(device).eval().requires_grad_(requires_grad=False)
+    return made
+
+
+def make_model(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    """As the loader would give it."""
+    config = configuration(shape)
+    module = make_module(shape, device, dtype, PAGED)
     facts = describe(config.to_dict())
     return LoadedModel(
         module=module,

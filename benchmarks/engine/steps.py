@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from benchmarks.engine.shape import TOKENS_PER_BLOCK
-from benchmarks.engine.timing import seconds, wait
+from benchmarks.timing import once, wait
 from worker.model.runner import ModelRunner, SequenceSlice
 
 
@@ -26,10 +26,10 @@ class Steps:
         """
         table = np.arange(-(-(prompt + generated) // TOKENS_PER_BLOCK), dtype=np.int32)
         self._forward([self._slice(np.zeros(prompt, np.int32), 0, table)])
-        token = self._next(0, prompt, table)
         wait(self._device)
+        token = 0
         began = time.perf_counter()
-        for at in range(prompt + 1, prompt + generated):
+        for at in range(prompt, prompt + generated - 1):
             token = self._next(token, at, table)
         return (generated - 1) / (time.perf_counter() - began)
 
@@ -37,16 +37,14 @@ class Steps:
         """One prompt in one step."""
         table = np.arange(-(-tokens // TOKENS_PER_BLOCK), dtype=np.int32)
         piece = self._slice(np.zeros(tokens, np.int32), 0, table)
-        self._forward([piece])
-        return seconds(lambda: self._forward([piece]), self._device) * 1000
+        return once(lambda: self._forward([piece]), self._device) * 1000
 
     def decode_step_ms(self, sequences: int, context: int) -> float:
         """One step of as many sequences, each with a context of its own."""
         width = -(-(context + 1) // TOKENS_PER_BLOCK)
         tables = np.arange(sequences * width, dtype=np.int32).reshape(sequences, width)
         batch = [self._slice(np.ones(1, np.int32), context, table) for table in tables]
-        self._forward(batch)
-        return seconds(lambda: self._forward(batch), self._device) * 1000
+        return once(lambda: self._forward(batch), self._device) * 1000
 
     def _next(self, token: int, at: int, table: np.ndarray[tuple[int], np.dtype[np.int32]]) -> int:
         return int(self._forward([self._slice(np.array([token], np.int32), at, table)]).argmax())

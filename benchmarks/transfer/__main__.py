@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+from benchmarks import options
 from benchmarks.report import finish
 from benchmarks.transfer import __doc__ as description
 from benchmarks.transfer.cases import GOAL_TOKENS, Case, Model, Shape, cases, rounds_of
@@ -131,12 +132,8 @@ def summary(args: argparse.Namespace, found: Measurement) -> dict[str, Any]:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.transfer",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser = options.parser("transfer", description)
+    parser.add_argument("--device", choices=sorted(FAST_LANES), default="cpu")
     parser.add_argument("--gpus", type=int, default=1, help="half for either instance")
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 1024, 8192, 32768])
     parser.add_argument("--tp", type=Shape.parse, nargs="+", default=["1->1", "2->1", "1->2"])
@@ -149,7 +146,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens-per-block", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5, help="of a case, at most")
     parser.add_argument("--case-gb", type=float, default=20, help="page bytes of a case, about")
-    parser.add_argument("--out", help="also write the JSON here")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     args.tp = [Shape.parse(shape) if isinstance(shape, str) else shape for shape in args.tp]

@@ -2,6 +2,6 @@
 
 from kvcache_core.storage.codec import NarrowingCodec, PageCodec
 from kvcache_core.storage.torch_storage import TorchStorage
-from kvcache_core.storage.upload import PairUpload
+from kvcache_core.storage.upload import PairUpload, VectorUpload
 
-__all__ = ["NarrowingCodec", "PageCodec", "PairUpload", "TorchStorage"]
+__all__ = ["NarrowingCodec", "PageCodec", "PairUpload", "TorchStorage", "VectorUpload"]

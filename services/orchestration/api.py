@@ -177,6 +177,8 @@ class WorkerStatus:
     ready: bool
     reason: str = ""
     transport: str = ""
+    kv_dtype: str = ""
+    """Element type of the keys and values in its pages."""
     running: int = 0
     waiting: int = 0
     total_blocks: int = 0

@@ -278,6 +278,7 @@ def _status(link: WorkerLink, *, serves: bool) -> WorkerStatus:
         ready=serves,
         reason=reason,
         transport=link.welcome.transport if link.welcome else "",
+        kv_dtype=link.welcome.kv_dtype if link.welcome else "",
         running=gauges.running if gauges else 0,
         waiting=gauges.waiting if gauges else 0,
         total_blocks=gauges.total_blocks if gauges else 0,

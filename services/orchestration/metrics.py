@@ -265,6 +265,7 @@ class WorkerCollector(Collector):
             for labels, status in statuses.items():
                 gauge.add_metric(labels, read_status(status))
             yield gauge
+        yield _caches(statuses.values())
         yield _pairs(statuses.values())
 
     def _waits(self) -> Metric:
@@ -300,6 +301,18 @@ class Waits:
         """Upper ends in seconds, and how many were no longer: what Prometheus shows."""
         ends = [*(str(bound / 1e6) for bound in WAIT_BOUNDS_US), "+Inf"]
         return list(zip(ends, accumulate(self.counts), strict=True))
+
+
+def _caches(statuses: Iterable[WorkerStatus]) -> Metric:
+    gauge = GaugeMetricFamily(
+        "pageferry_worker_kv_cache",
+        "1 for each worker that was seen, with the element type of its keys and values",
+        labels=("instance", "role", "dtype"),
+    )
+    for status in statuses:
+        if status.kv_dtype:
+            gauge.add_metric((status.instance, status.role, status.kv_dtype), 1)
+    return gauge
 
 
 def _pairs(statuses: Iterable[WorkerStatus]) -> Metric:

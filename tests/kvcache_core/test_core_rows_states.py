@@ -114,6 +114,40 @@ def test_k33_the_snapshot_gets_the_priority_of_cached_states(end: int) -> None:
     assert states_cached(rig) == 1
 
 
+@pytest.mark.parametrize("end", [7, 12])
+def test_k33_the_live_state_is_kept_as_a_copy_and_the_sequence_goes_on(end: int) -> None:
+    rig = state_rig()
+    sequence = rig.open(PROMPT)
+    assert sequence.grow(end)
+    write_to(rig, sequence, PROMPT[:end])
+    live = int(sequence.block_table(1)[0])
+    assert sequence.acquire_snapshot_slot() is not None
+    assert sequence.commit_with_live_snapshot(PROMPT[:end])
+    assert sequence.pending_snapshot_slot is None
+    assert int(sequence.block_table(1)[0]) == live
+    rig.manager.check()
+    assert rig.compute(sequence, PROMPT)
+    branch = rig.open([*PROMPT[:end], 1, 2])
+    assert branch.matched_tokens == end
+    rig.verify(branch, PROMPT)
+    rig.verify(sequence, PROMPT)
+    assert rig.manager.counters.snapshots_recorded == 1
+
+
+def test_k33_a_live_state_without_a_slot_for_its_copy_is_committed_without() -> None:
+    rig = SpecRig([layer(0), state_layer(1)], slots=3)
+    holders = [rig.open([number]) for number in range(2)]
+    assert all(holder.grow(1) for holder in holders)
+    sequence = rig.open(PROMPT)
+    assert sequence.grow(4)
+    write_to(rig, sequence, PROMPT[:4])
+    with pytest.raises(ValueError, match="that of 4 tokens, got 3"):
+        sequence.commit_with_live_snapshot(PROMPT[:3])
+    assert not sequence.commit_with_live_snapshot(PROMPT[:4])
+    assert (sequence.committed, rig.manager.counters.snapshots_skipped) == (4, 1)
+    rig.manager.check()
+
+
 @pytest.mark.parametrize("way", ["suspend", "close", "release"])
 def test_k33_a_pending_slot_is_released_with_the_sequence(way: str) -> None:
     rig = state_rig()

@@ -213,14 +213,39 @@ def test_k36_a_coroutine_hook_stays_one() -> None:
                 return None
 
 
-def test_k36_only_plain_methods_are_hooks() -> None:
+def test_k36_a_class_method_may_be_a_hook_and_stays_one() -> None:
+    class Sized(HookBase):
+        @classmethod
+        @hook
+        def slots(cls, quota_bytes: int) -> str:
+            return f"base of {cls.__name__}: {quota_bytes}"
+
+    class Larger(Sized):
+        @classmethod
+        @override
+        @overrides_hook
+        def slots(cls, quota_bytes: int) -> str:
+            return "larger " + super().slots(quota_bytes)
+
+    assert Larger.slots(3) == "larger base of Larger: 3"
+    with pytest.raises(HookError, match="'quota_bytes' is missing"):
+        derived("slots", classmethod(overrides_hook(lambda cls: "")), bases=(Sized,))
+    with pytest.raises(HookError, match="only the hook is a class method"):
+        derived("slots", overrides_hook(lambda self, quota_bytes: ""), bases=(Sized,))
+    with pytest.raises(HookError, match="only the override is a class method"):
+        derived("prepare_scratch", classmethod(overrides_hook(lambda cls: "")))
+    with pytest.raises(HookError, match="no base of Sub has a hook of that name"):
+        derived("slot", classmethod(overrides_hook(lambda cls: "")), bases=(Sized,))
+
+
+def test_k36_only_methods_of_objects_and_classes_are_hooks() -> None:
     with pytest.raises(HookError, match="expected a plain method"):
         overrides_hook(property(lambda self: 1))  # type: ignore[type-var]
 
     with pytest.raises(HookError, match="expected a plain method"):
 
         class Sub(Cache):
-            @classmethod
+            @staticmethod
             @hook
-            def made(cls) -> int:
+            def made() -> int:
                 return 1

@@ -7,9 +7,15 @@ import subprocess
 import sys
 
 import pytest
+from typing_extensions import override
 
+from kvcache_core.hooks import HookError, overrides_hook
+from kvcache_core.layout import LayoutPlan
 from kvcache_core.manager import UnifiedKVCacheManager
+from kvcache_core.pages import DEFAULT_PRIORITY, MIN_PRIORITY
+from kvcache_core.priorities import PagePriorities
 from kvcache_core.sequence import SequenceCache
+from kvcache_core.sizing_demand import SizingDemand
 from tests.kvcache_core.support import LAYOUTS, SCOPE, Memory, Rig, plan_of
 
 
@@ -83,3 +89,56 @@ def test_only_storage_loads_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_k34_the_manager_gives_prompts_their_priorities() -> None:
+    """What a declaration says of short prompts holds for every opening, on every rank alike."""
+    plan = plan_of("recurrent")
+    manager = UnifiedKVCacheManager(
+        plan,
+        [8, 8],
+        Memory(plan, [8, 8]),
+        incarnation="",
+        low_priority_snapshot_prompt_len=8,
+    )
+    short, long = [1] * 7, [2] * 8
+    for tokens in (short, long):
+        sequence = manager.open(SCOPE, tokens, max_match=0)
+        assert sequence.grow(len(tokens))
+        sequence.advance(len(tokens))
+        sequence.commit(tokens)
+        sequence.close()
+    states = manager._store.pools[1]
+    assert sorted(states.priority[states.cached].tolist()) == [MIN_PRIORITY, DEFAULT_PRIORITY]
+    explicit = manager.open(SCOPE, short, max_match=0, priorities=PagePriorities(state=7))
+    assert explicit.grow(7)
+
+
+def test_hooks_of_a_subclass_are_what_others_call() -> None:
+    class Twice(UnifiedKVCacheManager):
+        @classmethod
+        @override
+        @overrides_hook
+        def slots_for(
+            cls, plan: LayoutPlan, quota_bytes: int, demand: SizingDemand
+        ) -> tuple[int, ...]:
+            return super().slots_for(plan, 2 * quota_bytes, demand)
+
+    plan, demand = plan_of("full"), SizingDemand(chunk_tokens=8)
+    assert Twice.slots_for(plan, 8192, demand) == plan.slots_for(16384, demand)
+    with pytest.raises(HookError, match="quota_bytes"):
+        type("Wrong", (Twice,), {"slots_for": classmethod(overrides_hook(lambda cls, plan: ()))})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_b34_the_least_pools_count_every_group_of_the_layout(layout: str) -> None:
+    """An estimate that took a group for one slot warmed up in pools that no chunk fits into."""
+    plan = plan_of(layout)
+    demand = SizingDemand(chunk_tokens=16, resident_sequences=2, dummy_sequences=1)
+    floor = UnifiedKVCacheManager.floor_slots(plan, demand)
+    assert floor == plan.slots_for(plan.pool_bytes(floor), demand)
+    with pytest.raises(ValueError, match="holds no full context chunk"):
+        plan.slots_for(plan.pool_bytes(floor) - 1, demand)
+    rig = Rig(layout, list(floor))
+    sequence = rig.open(range(16))
+    assert rig.compute(sequence, list(range(16))), "one chunk must fit"

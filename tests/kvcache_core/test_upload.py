@@ -1,63 +1,24 @@
-"""K38 and B38: two small arrays go up together, from snapshots that outlive the call."""
+"""K38 and B38: a vector, or two small arrays together, go up from snapshots that outlive the
+call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from typing_extensions import override
 
 from kvcache_core.storage.upload import (
     MAX_UPLOAD_BYTES,
     CopyQueue,
     HostCopies,
     PairUpload,
-    PendingCopy,
+    VectorUpload,
 )
+from tests.support.deferred_copies import DeferredCopies
 from tests.support.devices import DEVICES, usable
 
 BIG = 1 << 40
 """Values over 32 bits show a copy that is half as wide as it should be."""
-
-
-class Ticket(PendingCopy):
-    done = False
-
-    @override
-    def is_complete(self) -> bool:
-        return self.done
-
-
-class DeferredCopies(CopyQueue):
-    """A stream that runs nothing before ``sync``, like a device that is far behind."""
-
-    def __init__(self) -> None:
-        self.work: list[tuple[Callable[[], object], Ticket]] = []
-
-    @override
-    def snapshot(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8)
-
-    @override
-    def accepts(self, source: torch.Tensor) -> bool:
-        return True
-
-    @override
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> PendingCopy:
-        ticket = Ticket()
-        self.work.append((lambda: target.copy_(source), ticket))
-        return ticket
-
-    def launch(self, kernel: Callable[[], object]) -> None:
-        """Queue a kernel behind the copies."""
-        self.work.append((kernel, Ticket()))
-
-    def sync(self) -> None:
-        for work, ticket in self.work:
-            work()
-            ticket.done = True
-        self.work.clear()
 
 
 def pair(indices: list[int], mask: list[bool]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,3 +134,46 @@ def test_b38_uploads_on_the_device_itself(device: str) -> None:
     for step, (values, _) in enumerate(results, start=1):
         assert values.tolist() == [BIG + step] * 3
     assert results[0][1].tolist() == [False, True, False, False, False]
+
+
+def test_b38_a_vector_keeps_the_values_of_every_queued_upload() -> None:
+    """As many as are queued, each of any length; the snapshots serve again afterwards."""
+    queue = DeferredCopies()
+    upload = VectorUpload(torch.arange(5000) + BIG, torch.device("cpu"), queue)
+    seen: list[tuple[int, int]] = []
+    for step in range(1, 4):
+        upload.host().copy_(torch.arange(5000) + BIG + step)
+        upload.send()
+        queue.launch(lambda: seen.append((int(upload.vector[0]), int(upload.vector[-1]))))
+    upload.host().fill_(-1)
+    assert upload.vector[0] == BIG, "nothing has run yet"
+    queue.sync()
+    assert seen == [(BIG + step, BIG + step + 4999) for step in (1, 2, 3)]
+    upload.send()
+    queue.sync()
+    assert set(upload.vector.tolist()) == {-1}
+    assert upload.snapshots <= 4
+
+
+def test_b38_nothing_is_sent_twice() -> None:
+    upload = VectorUpload(torch.arange(4), torch.device("cpu"))
+    upload.host().fill_(7)
+    assert upload.vector.tolist() == [0, 1, 2, 3]
+    upload.send()
+    assert upload.vector.tolist() == [7] * 4
+    with pytest.raises(ValueError, match=r"expected host\(\) to be filled"):
+        upload.send()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_b38_vectors_on_the_device_itself(device: str) -> None:
+    upload = VectorUpload(torch.full((3000,), BIG), torch.device(usable(device)))
+    results = []
+    if device == "cuda":
+        torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]
+    for step in range(20):
+        upload.host().fill_(BIG + step)
+        upload.send()
+        results.append(upload.vector + 0)
+    for step, found in enumerate(results):
+        assert (found == BIG + step).all()

@@ -266,17 +266,39 @@ class FakeExecutor(Executor):
         for part in slices:
             first, end = part.start // block, -(-(part.start + len(part.tokens)) // block)
             for group, table in zip(self._plan.layer_groups, part.block_tables, strict=True):
-                written += [(group.pool_group, int(slot)) for slot in table[first:end]]
+                own = table if group.life_cycle.is_state else table[first:end]
+                written += [(group.pool_group, int(slot)) for slot in own]
         return written
 
     def _run(self, part: Slice) -> SliceResult:
         self.computed_tokens += len(part.tokens)
-        stamps = [self._write(group, part) for group in range(len(self._plan.layer_groups))]
+        stamps = [
+            self._update(group.pool_group, part, int(part.block_tables[index][0]))
+            if group.life_cycle.is_state
+            else self._write(index, part)
+            for index, group in enumerate(self._plan.layer_groups)
+        ]
         if len(set(stamps)) != 1:
             raise WrongPage(f"sequence {part.sequence}: layer groups disagree about the prefix")
         if part.draws and self.poison.intersection(part.tokens.tolist()):
             return RowFailed("poisoned")
         return tuple(self._draw(stamps[0], draw) for draw in part.draws)
+
+    def _update(self, pool_group: int, part: Slice, slot: int) -> int:
+        """Bring a state forward, which is the last stamp and, as its token, its length."""
+        tokens, stamps = self._memory.tokens[pool_group], self._memory.stamps[pool_group]
+        stamp = ROOT_STAMP
+        if part.start:
+            if tokens[slot, 0] != part.start:
+                raise WrongPage(f"sequence {part.sequence}: its state has {tokens[slot, 0]} tokens")
+            stamp = int(stamps[slot, 0])
+        kept = part.snapshot
+        for index, token in enumerate(part.tokens.tolist(), part.start + 1):
+            stamp = chain(stamp, token)
+            if kept is not None and kept.length == index:
+                tokens[kept.slot, 0], stamps[kept.slot, 0] = index, stamp
+        tokens[slot, 0], stamps[slot, 0] = part.start + len(part.tokens), stamp
+        return stamp
 
     def _write(self, group: int, part: Slice) -> int:
         """Check the history in one layer group, write the new tokens, return the last stamp."""

@@ -244,6 +244,7 @@ class FakeWorker:
             vocab_size=self._vocab_size,
             peer=PeerAddress(incarnation=self.incarnation, host="127.0.0.1", control_port=1),
             transport="fake",
+            kv_dtype="float32",
         )
         WORKER_CODEC.write(writer, (welcome,))
         return True

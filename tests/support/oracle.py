@@ -24,8 +24,10 @@ import torch
 from typing_extensions import override
 
 from tests.support import naive_sampling as naive
+from tests.support.rounded_kv import round_kv
 from worker.config import ElementType
 from worker.messages import SamplingParams
+from worker.model.families import KNOWN_FAMILIES
 from worker.model.loader import load_model
 from worker.token_runs import TokenLogprob
 
@@ -42,8 +44,11 @@ def load_reference(path: Path | str, device: str = "cpu", weights: ElementType =
     Weights of a GGUF file come through our reader, which a test holds equal to transformers' (that
     takes ten times as long).
     """
-    module = load_model(path, device=device, dtype=weights).module.float()
-    module.set_attn_implementation("sdpa")
+    loaded = load_model(path, device=device, dtype=weights)
+    module = loaded.module.float()
+    # What torch's attention does not have, softcaps and sinks, transformers may leave out silently.
+    fast = loaded.facts.family in KNOWN_FAMILIES
+    module.set_attn_implementation("sdpa" if fast else "eager")
     return module
 
 
@@ -54,10 +59,19 @@ class ReferenceModel:
     """transformers' float32 model with its own attention, and the last sequence's logits."""
 
     def __init__(
-        self, path: Path | str, device: str = "cpu", weights: ElementType = "float32"
+        self,
+        path: Path | str,
+        device: str = "cpu",
+        weights: ElementType = "float32",
+        kv_scales: torch.Tensor | None = None,
     ) -> None:
+        """``kv_scales`` ``[layers, 2, num_kv_heads]``: keys and values are rounded by them as
+        float8 pages round.
+        """
         self._device = device
         self._module: Any = load_reference(path, device, weights)
+        if kv_scales is not None:
+            round_kv(self._module, kv_scales.to(device))
         self._last: tuple[_Key, npt.NDArray[np.float32]] | None = None
 
     def logits(self, prompt: Sequence[int], output: Sequence[int]) -> npt.NDArray[np.float32]:

@@ -16,7 +16,14 @@ from typing_extensions import override
 
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.manager import UnifiedKVCacheManager
-from kvcache_core.spec import ElementType, KVCacheLayerOwner, KVCacheLayerSpec
+from kvcache_core.spec import (
+    BufferRole,
+    BufferSpec,
+    ElementType,
+    KVCacheLayerOwner,
+    KVCacheLayerSpec,
+    recurrent_layer,
+)
 from tests.support.fake_executor import FakeExecutor, FakeMemory, fake_output
 from tests.support.sim_follower import SimFollower
 from tests.support.sim_network import SimNetwork, VirtualClock
@@ -43,6 +50,7 @@ from worker.ports import Output
 from worker.prefixes import PullLimits
 from worker.ranks import RankManager
 from worker.recording import LeaderManager
+from worker.scheduler import Demotion
 from worker.token_runs import TokenLogprob
 
 BLOCK = 4
@@ -50,8 +58,10 @@ VOCAB = 97
 SCOPE = b"scope"
 
 
-def fake_plan(*windows: int | None) -> LayoutPlan:
-    """A plan with one layer a window; by default one full-attention layer."""
+def fake_plan(*windows: int | None, states: int = 0) -> LayoutPlan:
+    """A plan with one layer a window; by default one full-attention layer. Then so many recurrent
+    layers.
+    """
     specs = [
         KVCacheLayerSpec(
             layer_id=index,
@@ -62,6 +72,16 @@ def fake_plan(*windows: int | None) -> LayoutPlan:
             window=window,
         )
         for index, window in enumerate(windows or (None,))
+    ]
+    state = BufferSpec(
+        role=BufferRole.RECURRENT_STATE,
+        dtype=ElementType.FLOAT32,
+        num_heads=1,
+        elements_per_head=48,
+    )
+    specs += [
+        recurrent_layer(len(specs) + index, KVCacheLayerOwner.TARGET, [state])
+        for index in range(states)
     ]
     return LayoutPlan.derive(specs, tokens_per_block=BLOCK)
 
@@ -80,6 +100,8 @@ class WorkerShape:
     quarantine_limit_blocks: int = 1000
     quarantine_grace_ms: int = 1000
     most_served_pulls: int = 4
+    demotion: Demotion | None = None
+    state_alignment_tokens: int | None = None
 
 
 @dataclass
@@ -153,6 +175,7 @@ class SimWorker(Output):
         demand = PageDemand(plan, max_chunk_tokens=shape.max_batch_tokens)
         self.engine = Engine(
             EngineParts(
+                incarnation=self.incarnation,
                 manager=self.leader,
                 transfers=self.transfers,
                 executor=self.executor,
@@ -171,6 +194,8 @@ class SimWorker(Output):
                 quarantine_limit_blocks=shape.quarantine_limit_blocks,
                 quarantine_grace_ms=shape.quarantine_grace_ms,
                 pulls=PullLimits(least_tokens=BLOCK, most_served=shape.most_served_pulls),
+                demotion=shape.demotion,
+                state_alignment_tokens=shape.state_alignment_tokens,
             ),
         )
 

@@ -80,7 +80,9 @@ def generated(paged: PagedModel, depth: int) -> dict[str, list[tuple[int, float 
             if step and depth == 1:
                 piece.tokens[:] = tokens[name][-1]
             draws = (Draw(params, 0, step, NOTHING, NOTHING, STOPS if step < 3 else ()),)
-            slices.append(Slice(number, piece.tokens, piece.start, piece.block_tables, draws, fed))
+            slices.append(
+                Slice(number, piece.tokens, piece.start, piece.block_tables, draws, feed=fed)
+            )
         under_way.append(executor.launch(slices))
         while len(under_way) >= depth or (step == 7 and under_way):
             for name, result in zip(PARAMS, under_way.pop(0).wait(), strict=True):
@@ -109,7 +111,7 @@ def test_followers_go_on_from_what_the_leader_draws(tiny_model: TinyModel) -> No
             draws = (Draw(params, 0, step, NOTHING, NOTHING),)
             part = Slice(0, prompt, 0, tables, draws)
             if step:
-                part = Slice(0, np.zeros(1, dtype=np.int32), 4 + step, tables, draws, 0)
+                part = Slice(0, np.zeros(1, dtype=np.int32), 4 + step, tables, draws, feed=0)
             if ranks.shard.rank:
                 executor.begin([part], [True])()
             else:

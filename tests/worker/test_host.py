@@ -12,13 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.support.devices import usable
-from tests.support.oracle import ReferenceModel, check_equal, check_logprobs
+from tests.support.oracle import TOLERANCE, ReferenceModel, check_equal, check_logprobs
 from tests.support.raw_front_end import RawFrontEnd, WorkerRun, start_workers
+from tests.support.rounded_kv import with_tensors
 from transfer.identity import Incarnation
 from transfer.wire import pack_ints
-from worker.config import WorkerConfig
+from worker.config import KVElementType, WorkerConfig
 from worker.messages import (
     Cancel,
     Generate,
@@ -37,8 +39,12 @@ TOKEN = "test token"
 BLOCK = 8
 SLOTS_BYTES = 1_000_000
 LAYERS = 3
-LAYER_BLOCK_BYTES = 2 * 2 * 16 * 4 * BLOCK
-"""Keys and values, heads, head size, float32: of the tiny models."""
+LAYER_BLOCK_NUMBERS = 2 * 2 * 16 * BLOCK
+"""Keys and values, heads, head size: of the tiny models."""
+SCALES = torch.tensor([0.015, 0.02])
+"""Of float8 keys and values, in every layer: in the checkpoint."""
+FLIP = 2e-2
+"""A number between two float8 ones may be rounded to either after another order of sums."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,15 @@ class Pair:
     model: ReferenceModel
     path: Path
     device: str
+    kv_dtype: KVElementType
+
+    @property
+    def tolerance(self) -> float:
+        return FLIP if self.kv_dtype == "fp8" else TOLERANCE
+
+    @property
+    def layer_block_bytes(self) -> int:
+        return LAYER_BLOCK_NUMBERS * (1 if self.kv_dtype == "fp8" else 4)
 
 
 @dataclass(frozen=True)
@@ -60,7 +75,9 @@ class Single:
     model: ReferenceModel
 
 
-def config(role: WorkerRole, model: Path, device: str = "cpu") -> WorkerConfig:
+def config(
+    role: WorkerRole, model: Path, device: str = "cpu", kv_dtype: KVElementType = "auto"
+) -> WorkerConfig:
     return WorkerConfig(
         incarnation=Incarnation.mint(role),
         role=role,
@@ -68,6 +85,7 @@ def config(role: WorkerRole, model: Path, device: str = "cpu") -> WorkerConfig:
         model_name="tiny",
         device=device,
         dtype="float32",
+        kv_cache_dtype=kv_dtype,
         cluster_token=TOKEN,
         tokens_per_block=BLOCK,
         kv_cache_bytes=SLOTS_BYTES,
@@ -79,10 +97,10 @@ def config(role: WorkerRole, model: Path, device: str = "cpu") -> WorkerConfig:
 @pytest.fixture(
     scope="module",
     params=[
-        ("llama", "cpu"),
-        ("gemma3_text", "cpu"),
-        pytest.param(("llama", "cuda"), marks=pytest.mark.gpu),
-        pytest.param(("gemma3_text", "cuda"), marks=pytest.mark.gpu),
+        ("llama", "cpu", "auto"),
+        ("gemma3_text", "cpu", "fp8"),
+        pytest.param(("llama", "cuda", "auto"), marks=pytest.mark.gpu),
+        pytest.param(("gemma3_text", "cuda", "fp8"), marks=pytest.mark.gpu),
     ],
     ids="-".join,
 )
@@ -91,15 +109,29 @@ def pair(
     tiny_model: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pair]:
-    family, device = request.param
-    path = tiny_model(family)
+    family, device, kv_dtype = request.param
     logs = tmp_path_factory.mktemp("pair")
+    path, scales = tiny_model(family), None
+    if kv_dtype == "fp8":
+        path = with_tensors(path, tmp_path_factory.mktemp("scaled") / family, scale_tensors())
+        scales = SCALES[:, None].expand(LAYERS, 2, 2)
     roles: tuple[WorkerRole, ...] = ("context", "generation")
-    configs = [config(role, path, usable(device)) for role in roles]
+    configs = [config(role, path, usable(device), kv_dtype) for role in roles]
     context, generation = start_workers(configs, logs)
-    yield Pair(context, generation, ReferenceModel(path), path, device)
+    model = ReferenceModel(path, kv_scales=scales)
+    yield Pair(context, generation, model, path, device, kv_dtype)
     codes = [context.stop(), generation.stop()]
     assert codes == [0, 0], [log.read_text() for log in logs.iterdir()]
+
+
+def scale_tensors() -> dict[str, torch.Tensor]:
+    """By ModelOpt's names."""
+    name = "model.layers.{}.self_attn.{}_proj.{}_scale"
+    return {
+        name.format(layer, kind, kind): scale.clone()
+        for layer in range(LAYERS)
+        for kind, scale in zip("kv", SCALES, strict=True)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -178,15 +210,17 @@ def judge(
     *,
     n: int = 1,
     max_tokens: int = 12,
+    tolerance: float = TOLERANCE,
 ) -> None:
     for choice in range(n):
         heard = front_end.choices[name, choice]
         output = heard.output()
         assert len(output) == max_tokens
         assert heard.finish == "length"
-        report = check_equal(model, prompt, output, params, choice=choice)
+        report = check_equal(model, prompt, output, params, choice=choice, tolerance=tolerance)
         assert report.ok, report
-        assert check_logprobs(model, prompt, output, heard.logprobs) == []
+        bound = 2 * tolerance
+        assert check_logprobs(model, prompt, output, heard.logprobs, tolerance=bound) == []
 
 
 LENGTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 100, 200)
@@ -251,7 +285,9 @@ async def test_a_pair_is_equal_to_the_oracle(pair: Pair, n: int) -> None:
             sent, received = await context.end_of(name), await generation.end_of(name)
             assert sent.outcome == received.outcome == "succeeded", (sent, received)
             assert received.prefill_tokens <= n
-            judge(pair.model, generation, name, prompt, params, n=n)
+            judge(pair.model, generation, name, prompt, params, n=n, tolerance=pair.tolerance)
+            if n == 1:
+                await _is_what_the_context_worker_says_alone(context, generation, name, prompt)
             for choice in range(n):
                 first = context.choices[name, choice].output()
                 assert first == generation.choices[name, choice].output()[:1]
@@ -259,6 +295,19 @@ async def test_a_pair_is_equal_to_the_oracle(pair: Pair, n: int) -> None:
     await generation.idle()
     await context.close()
     await generation.close()
+
+
+async def _is_what_the_context_worker_says_alone(
+    context: RawFrontEnd, generation: RawFrontEnd, name: str, prompt: list[int]
+) -> None:
+    """It has the pages that it sent."""
+    params = GREEDY if name.startswith("greedy") else DRAWN
+    context.send(generate(f"alone-{name}", prompt, params))
+    assert (await context.end_of(f"alone-{name}")).outcome == "succeeded"
+    alone, ferried = context.choices[f"alone-{name}", 0], generation.choices[name, 0]
+    assert alone.output() == ferried.output()
+    ours, theirs = ([one.logprob for one in heard.logprobs] for heard in (ferried, alone))
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
 async def test_a_warm_pair_ferries_only_what_is_missing(pair: Pair) -> None:
@@ -272,8 +321,8 @@ async def test_a_warm_pair_ferries_only_what_is_missing(pair: Pair) -> None:
         generation.send(generate(name, tokens, GREEDY, context))
         assert (await generation.end_of(name)).outcome == "succeeded"
         moved.append((await context.end_of(name)).transferred_bytes)
-        judge(pair.model, generation, name, tokens, GREEDY)
-    assert moved[1] == 2 * LAYERS * LAYER_BLOCK_BYTES < moved[0]
+        judge(pair.model, generation, name, tokens, GREEDY, tolerance=pair.tolerance)
+    assert moved[1] == 2 * LAYERS * pair.layer_block_bytes < moved[0]
     assert context.started["second"].cached_tokens == 10 * BLOCK
     assert generation.started["second"].cached_tokens >= 10 * BLOCK
     await context.close()
@@ -306,7 +355,7 @@ async def test_half_of_the_requests_are_cancelled_and_every_page_comes_home(
         ended = await generation.end_of(name)
         if not index % 2:
             assert ended.outcome == "succeeded", ended
-            judge(pair.model, generation, name, prompt, GREEDY)
+            judge(pair.model, generation, name, prompt, GREEDY, tolerance=pair.tolerance)
     for front_end in (context, generation):
         gauges = await front_end.idle()
         assert gauges.quarantined_blocks == 0
@@ -346,17 +395,17 @@ async def test_a_wrong_cluster_token_is_refused(single: Single) -> None:
 async def test_a_killed_context_worker_fails_its_legs_and_a_repair_completes_them(
     pair: Pair, tmp_path: Path
 ) -> None:
-    (victim,) = start_workers([config("context", pair.path, pair.device)], tmp_path)
+    own = config("context", pair.path, pair.device, pair.kv_dtype)
+    (victim,) = start_workers([own], tmp_path)
     try:
-        await _kill_and_repair(victim, pair.generation, pair.model)
+        await _kill_and_repair(victim, pair)
     finally:
         victim.process.kill()
         victim.process.wait()
 
 
-async def _kill_and_repair(
-    context_run: WorkerRun, generation_run: WorkerRun, model: ReferenceModel
-) -> None:
+async def _kill_and_repair(context_run: WorkerRun, pair: Pair) -> None:
+    generation_run = pair.generation
     context = await RawFrontEnd.connect(context_run.address, TOKEN)
     generation = await RawFrontEnd.connect(generation_run.address, TOKEN)
     prompts = {f"r{index}": prompt_of(180 + index) for index in range(12)}
@@ -378,7 +427,7 @@ async def _kill_and_repair(
         assert (await generation.end_of(name)).outcome == "succeeded"
         mine = generation.choices[name, 0].tokens
         output = emitted + [mine[index] for index in range(len(emitted), 12)]
-        report = check_equal(model, prompts[name], output, GREEDY)
+        report = check_equal(pair.model, prompts[name], output, GREEDY, tolerance=pair.tolerance)
         assert report.ok, report
     context_run.process.wait(10)
     generation_run.hear_of_death(context_run.address.incarnation)

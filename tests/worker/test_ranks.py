@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.devices import SEVERAL_DEVICES, usable_for
+from tests.support.devices import usable_for
 from tests.support.oracle import ReferenceModel
 from tests.support.raw_front_end import RawFrontEnd, WorkerRun, start_workers
 from tests.worker.test_host import (
@@ -63,14 +63,24 @@ class Instances:
     model: ReferenceModel
 
 
-@pytest.fixture(scope="module", params=SEVERAL_DEVICES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("qwen2", "cpu"),
+        pytest.param(("qwen2", "cuda"), marks=pytest.mark.multi_gpu),
+        pytest.param(("qwen3_moe", "cpu"), marks=pytest.mark.slow),
+        pytest.param(("qwen3_moe", "cuda"), marks=[pytest.mark.slow, pytest.mark.multi_gpu]),
+    ],
+    ids="-".join,
+)
 def instances(
     request: pytest.FixtureRequest,
     tiny_model: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Instances]:
-    devices = usable_for(request.param, 2)
-    path = tiny_model("qwen2")
+    family, device = request.param
+    devices = usable_for(device, 2)
+    path = tiny_model(family)
     logs = tmp_path_factory.mktemp("ranks")
     roles: tuple[WorkerRole, ...] = ("context", "generation")
     configs = [

@@ -19,7 +19,7 @@ from worker.model.decode import DecodeLimits, DecodeRunner, Decoding, buckets_fo
 from worker.model.feed import TokenFeed
 from worker.model.fused import FUSED_FAMILIES
 from worker.model.loader import LoadedModel
-from worker.model.networks import FusedModel
+from worker.model.networks import FusedModel, network_of
 from worker.model.runner import ModelRunner
 
 
@@ -40,33 +40,45 @@ def can_capture(loaded: LoadedModel) -> bool:
     )
 
 
-def plain_runner(
-    loaded: LoadedModel, plan: LayoutPlan, storage: TorchStorage, limits: StepLimits
-) -> ModelRunner:
-    """Every step launch by launch."""
-    return ModelRunner(loaded, plan, storage, most_draws=limits.sequences)
+class PlainSteps:
+    """Every step launch by launch. Takes the weights over."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._network = network_of(loaded)
+
+    def runner(self, plan: LayoutPlan, storage: TorchStorage, limits: StepLimits) -> ModelRunner:
+        """Over these pages."""
+        return ModelRunner(self._loaded, plan, storage, self._network, most_draws=limits.sequences)
 
 
-def bucketed_runner(
-    loaded: LoadedModel, plan: LayoutPlan, storage: TorchStorage, limits: StepLimits
-) -> ModelRunner:
+class BucketedSteps:
     """Decode steps in captured graphs, or on a CPU, which has none, the same steps each time (with
-    kernels in Triton's interpreter). Triton is imported here: others serve without it.
+    kernels in Triton's interpreter). Takes the weights over. Triton is imported here: others serve
+    without it.
     """
-    from worker.model.kernel_layers import KERNEL_PARTS
-    from worker.model.triton_backend import TritonBackend
 
-    network = FusedModel(loaded, KERNEL_PARTS)
+    def __init__(self, loaded: LoadedModel) -> None:
+        from worker.model.kernel_layers import KERNEL_PARTS
 
-    def decoding(layers: PagedLayers, feed: TokenFeed) -> DecodeRunner:
-        decode_limits = DecodeLimits(buckets_for(limits.sequences), limits.sequence_tokens)
-        step = TritonBackend(layers).over
-        made = Decoding(network, step, _capture(loaded.device), decode_limits)
-        return DecodeRunner(layers.geometries, loaded.device, made, feed)
+        self._loaded = loaded
+        self._network = FusedModel(loaded, KERNEL_PARTS)
 
-    return ModelRunner(
-        loaded, plan, storage, network, TritonBackend, decoding, most_draws=limits.sequences
-    )
+    def runner(self, plan: LayoutPlan, storage: TorchStorage, limits: StepLimits) -> ModelRunner:
+        """Over these pages."""
+        from worker.model.triton_backend import TritonBackend
+
+        loaded, network = self._loaded, self._network
+
+        def decoding(layers: PagedLayers, feed: TokenFeed) -> DecodeRunner:
+            decode_limits = DecodeLimits(buckets_for(limits.sequences), limits.sequence_tokens)
+            step = TritonBackend(layers).over
+            made = Decoding(network, step, _capture(loaded.device), decode_limits)
+            return DecodeRunner(layers.geometries, loaded.device, made, feed)
+
+        return ModelRunner(
+            loaded, plan, storage, network, TritonBackend, decoding, most_draws=limits.sequences
+        )
 
 
 def _capture(device: torch.device) -> Capture:

@@ -13,8 +13,9 @@ Query heads of one kv head are rows of the same product (decode) or heads of a b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from transformers import AttentionInterface
 from typing_extensions import override
 
 from worker.model.errors import AttentionInputError
+from worker.model.page_numbers import PageNumbers
 from worker.model.step import DecodeBucket, GroupStep, PrefillSpan
 
 Pair = tuple[torch.Tensor, ...]
@@ -35,30 +37,32 @@ MASKED_QUERY_BLOCK: Final = 64
 
 
 class Scratch:
-    """One reused buffer for gathered pages: a fresh allocation a layer costs more in page faults
-    than the copy itself.
+    """Reused buffers for gathered pages, one a type: a fresh allocation a layer costs more in page
+    faults than the copy itself.
     """
 
     def __init__(self, like: torch.Tensor) -> None:
-        self._buffer = like.new_empty(0)
+        self._like = like
+        self._buffers: dict[torch.dtype, torch.Tensor] = {}
 
-    def take(self, shape: Sequence[int]) -> torch.Tensor:
-        """A contiguous tensor of this shape, valid until the next call."""
-        elements = 1
-        for size in shape:
-            elements *= size
-        if self._buffer.numel() < elements:
-            self._buffer = self._buffer.new_empty(elements)
-        return self._buffer[:elements].view(*shape)
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor, valid until the next call for its type."""
+        elements = math.prod(shape)
+        buffer = self._buffers.get(dtype)
+        if buffer is None or buffer.numel() < elements:
+            buffer = self._buffers[dtype] = self._like.new_empty(elements, dtype=dtype)
+        return buffer[:elements].view(*shape)
 
 
 class LayerPages:
     """One layer's pages, as views made once.
 
-    ``pages`` is ``[num_slots, 2, num_kv_heads, tokens_per_block, head_dim]``, strided, no copy.
+    ``pages`` is ``[num_slots, 2, num_kv_heads, tokens_per_block, head_dim]``, strided, no copy;
+    ``scales`` as :class:`PageNumbers` says.
     """
 
-    def __init__(self, pages: torch.Tensor, group: int) -> None:
+    def __init__(self, pages: torch.Tensor, group: int, scales: torch.Tensor | None = None) -> None:
+        """Raises AttentionInputError: shape, type or scales do not fit."""
         if pages.ndim != 5 or pages.shape[1] != 2:
             raise AttentionInputError(
                 "expected pages [num_slots, 2, num_kv_heads, tokens_per_block, head_dim], "
@@ -66,45 +70,60 @@ class LayerPages:
             )
         self.group = group
         self.pages = pages
-        self.dtype = pages.dtype
-        self.device = pages.device
         _, _, self.num_kv_heads, self.tokens_per_block, self.head_dim = pages.shape
+        self.numbers = PageNumbers(pages, self.num_kv_heads, scales)
         self.by_token = pages.permute(0, 3, 1, 2, 4)
         """``[num_slots, tokens_per_block, 2, num_kv_heads, head_dim]``"""
         self.by_head = pages.permute(1, 2, 0, 3, 4)
         """``[2, num_kv_heads, num_slots, tokens_per_block, head_dim]``"""
 
     def write(self, step: GroupStep, rows: torch.Tensor) -> None:
-        """Store the batch's new rows: keys and values ``[T, 2, num_kv_heads, head_dim]``."""
+        """Put the batch's new rows, as pages hold them, in their places: keys and values ``[T, 2,
+        num_kv_heads, head_dim]``.
+        """
         self.by_token.index_put_((step.write_slots, step.write_offsets), rows)
 
-    def gather(self, slots: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-        """Copy of the pages of ``slots``: ``[2, num_kv_heads, len(slots), tokens_per_block,
-        head_dim]``.
+    def gather(self, slots: torch.Tensor, scratch: Scratch, dtype: torch.dtype) -> torch.Tensor:
+        """What the pages of ``slots`` hold, in ``dtype``: ``[2, num_kv_heads, len(slots),
+        tokens_per_block, head_dim]``.
         """
         shape = (2, self.num_kv_heads, len(slots), self.tokens_per_block, self.head_dim)
-        return torch.index_select(self.by_head, 2, slots, out=scratch.take(shape))
+        taken = scratch.take(shape, self.numbers.dtype)
+        torch.index_select(self.by_head, 2, slots, out=taken)
+        if self.numbers.scales is None:
+            return taken
+        seen = scratch.take(shape, dtype).copy_(taken)
+        return seen.mul_(self.numbers.scales[:, :, None, None, None])
 
 
 @dataclass(frozen=True)
 class Scoring:
     """How scores become weights: ``softmax(softcap * tanh(q k * scale / softcap))``; no softcap
-    leaves out the tanh.
+    leaves out the tanh. ``sinks`` ``[heads]`` are scores that take their share of a head's weights
+    and have no value.
     """
 
     scale: float
-    softcap: float | None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether fused kernels compute it."""
+        return self.softcap is None and self.sinks is None
 
 
 @dataclass(frozen=True)
 class Target:
     """Where a layer stores the keys and values of a batch: row t in ``slots[t], offsets[t]`` of
-    ``pages`` ``[num_slots, 2, num_kv_heads, tokens_per_block, head_dim]``.
+    ``pages`` ``[num_slots, 2, num_kv_heads, tokens_per_block, head_dim]``; divided by ``scales``
+    ``[2, num_kv_heads]`` where there are any.
     """
 
     pages: torch.Tensor
     slots: torch.Tensor
     offsets: torch.Tensor
+    scales: torch.Tensor | None
 
 
 class AttentionStep(Protocol):
@@ -117,6 +136,7 @@ class AttentionStep(Protocol):
         key_value: torch.Tensor,
         scale: float,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store the new rows of layer ``index`` and attend: see :func:`attend`."""
         ...
@@ -150,20 +170,21 @@ class StepContext(AttentionStep):
         key_value: torch.Tensor,
         scale: float,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return attend(self, index, query, key_value, scale, softcap)
+        return attend(self, index, query, key_value, scale, softcap, sinks)
 
     @override
     def target(self, index: int) -> Target:
         layer = self.layers[index]
         step = self.groups[layer.group]
-        return Target(layer.pages, step.write_slots, step.write_offsets)
+        return Target(layer.pages, step.write_slots, step.write_offsets, layer.numbers.scales)
 
     @override
     def attend_stored(
         self, index: int, query: torch.Tensor, key_value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        return attend_stored(self, index, query, key_value, Scoring(scale, None))
+        return attend_stored(self, index, query, key_value, Scoring(scale))
 
 
 def attend(
@@ -173,6 +194,7 @@ def attend(
     key_value: torch.Tensor,
     scale: float,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write the new rows of layer ``index`` and attend.
 
@@ -184,8 +206,9 @@ def attend(
     """
     layer = context.layers[index]
     check_rows(layer, context.num_rows, query, key_value)
-    layer.write(context.groups[layer.group], key_value)
-    return attend_stored(context, index, query, key_value, Scoring(scale, softcap))
+    stored = layer.numbers.stored(key_value)
+    layer.write(context.groups[layer.group], stored)
+    return _attend(context, layer, query, stored, Scoring(scale, softcap, sinks))
 
 
 def attend_stored(
@@ -198,18 +221,30 @@ def attend_stored(
     """The second half of :func:`attend`, for rows that are in the pages."""
     layer = context.layers[index]
     check_rows(layer, context.num_rows, query, key_value)
+    return _attend(context, layer, query, layer.numbers.stored(key_value), scoring)
+
+
+def _attend(
+    context: StepContext,
+    layer: LayerPages,
+    query: torch.Tensor,
+    stored: torch.Tensor,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """``stored``: the step's rows as pages hold them, ``[T, 2, num_kv_heads, head_dim]``."""
     step = context.groups[layer.group]
     # [T, kv_heads, heads per kv head, head_dim]
     queries = query.unflatten(1, (layer.num_kv_heads, -1))
     output = torch.empty(queries.shape, dtype=query.dtype, device=query.device)
     for bucket in step.decode:
-        gathered = layer.gather(bucket.slots, context.scratch)
+        gathered = layer.gather(bucket.slots, context.scratch, query.dtype)
         output[bucket.rows] = _decode(bucket, queries[bucket.rows], gathered, scoring)
     for span in step.prefill:
         if span.slots is None:
-            seen: Pair = key_value[span.rows].permute(1, 2, 0, 3).unbind(0)
+            own = layer.numbers.seen(stored[span.rows], query.dtype)
+            seen: Pair = own.permute(1, 2, 0, 3).unbind(0)
         else:
-            gathered = layer.gather(span.slots, context.scratch).flatten(2, 3)
+            gathered = layer.gather(span.slots, context.scratch, query.dtype).flatten(2, 3)
             seen = gathered[:, :, span.first_key : span.end_key].unbind(0)
         output[span.rows] = _prefill(span, queries[span.rows], seen, scoring)
     return output.flatten(1, 2)
@@ -225,10 +260,12 @@ def paged_attention(  # noqa: PLR0913  # transformers fixes the signature
     paged: AttentionStep,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_unused: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function in transformers' sense: ``[1, heads, T, head_dim]`` in, ``[1, T, heads,
-    head_dim]`` out.
+    head_dim]`` out. ``s_aux`` are the heads' sinks. What else a family may ask for is looked for
+    when its model is loaded (:mod:`worker.model.inspection`).
 
     Raises:
         AttentionInputError: see :func:`attend`.
@@ -243,7 +280,7 @@ def paged_attention(  # noqa: PLR0913  # transformers fixes the signature
     index: int = module.layer_idx  # type: ignore[assignment]  # every attention module has one
     rows = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    found = paged.attend(index, query[0].transpose(0, 1), rows, scale, softcap)
+    found = paged.attend(index, query[0].transpose(0, 1), rows, scale, softcap, s_aux)
     return found.unsqueeze(0), None
 
 
@@ -269,15 +306,7 @@ def check_rows(
             f"got {list(query.shape)}"
         )
     for name, rows in (("query", query), ("key and value", key_value)):
-        if rows.dtype != layer.dtype or rows.device != layer.device:
-            raise AttentionInputError(
-                f"expected {name} in {layer.dtype} on {layer.device} as the pages are, "
-                f"got {rows.dtype} on {rows.device}"
-            )
-        if rows.stride(-1) != 1:
-            raise AttentionInputError(
-                f"expected contiguous {name} vectors, got strides {rows.stride()}"
-            )
+        layer.numbers.check(name, rows, query.dtype)
 
 
 def _decode(
@@ -293,8 +322,9 @@ def _decode(
         .unbind(0)
     )
     mask = None if bucket.mask is None else bucket.mask.expand(-1, -1, group, -1)
-    if scoring.softcap is not None:
-        return _attend_capped(queries, keys, values, mask, scoring)
+    if not scoring.plain:
+        sinks = None if scoring.sinks is None else scoring.sinks.view(kv_heads, group, 1)
+        return _attend_in_steps(queries, keys, values, mask, replace(scoring, sinks=sinks))
     if mask is None:
         return scaled_dot_product_attention(queries, keys, values, scale=scoring.scale)
     return _attend_masked(queries, keys, values, mask, scoring)
@@ -313,11 +343,12 @@ def _prefill(
     keys, values = (rows.unsqueeze(1).expand(-1, group, -1, -1) for rows in seen)
     by_head = queries.permute(1, 2, 0, 3)
     mask, causal = span.mask, span.mask is None
-    if scoring.softcap is not None:
+    if not scoring.plain:
         if causal:
             square = queries.new_full((len(queries), len(queries)), float("-inf"))
             mask = square.triu_(1)
-        found = _attend_capped(by_head, keys, values, mask, scoring)
+        sinks = None if scoring.sinks is None else scoring.sinks.view(-1, group, 1, 1)
+        found = _attend_in_steps(by_head, keys, values, mask, replace(scoring, sinks=sinks))
     elif mask is None:
         found = scaled_dot_product_attention(
             by_head, keys, values, is_causal=True, scale=scoring.scale
@@ -351,17 +382,22 @@ def _attend_masked(
     return found[..., :rows, :]
 
 
-def _attend_capped(
+def _attend_in_steps(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Attention with capped scores, which the fused kernels do not have. Needs a softcap."""
+    """Attention with what the fused kernels do not have. Sinks have the scores' axes."""
+    scores = query @ key.transpose(2, 3) * scoring.scale
     cap = scoring.softcap
-    assert cap is not None
-    scores = torch.tanh(query @ key.transpose(2, 3) * (scoring.scale / cap)) * cap
+    if cap is not None:
+        scores = torch.tanh(scores / cap) * cap
     if mask is not None:
         scores = scores + mask
-    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype) @ value
+    if scoring.sinks is None:
+        return torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype) @ value
+    sinks = scoring.sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    weights = torch.softmax(torch.cat((scores, sinks), -1), dim=-1, dtype=torch.float32)
+    return weights[..., :-1].to(value.dtype) @ value

@@ -26,12 +26,22 @@ WIDEST_HEAD: Final = 256
 
 @dataclass(frozen=True)
 class PagedLayers:
-    """The pages of a model's layers: ``specs`` by layer index, ``dtype`` the model's."""
+    """The pages of a model's layers: ``specs`` by layer index, ``dtype`` the model's.
+
+    ``scales``, float32 ``[layers, 2, num_kv_heads]`` on the storage's device, multiply what float8
+    pages hold; None where pages are in the model's type. ``head_sinks``: whether heads have sinks.
+    """
 
     plan: LayoutPlan
     storage: TorchStorage
     specs: tuple[KVCacheLayerSpec, ...]
     dtype: torch.dtype
+    scales: torch.Tensor | None = None
+    head_sinks: bool = False
+
+    def scales_of(self, index: int) -> torch.Tensor | None:
+        """Of layer ``index``: ``[2, num_kv_heads]``."""
+        return None if self.scales is None else self.scales[index]
 
     def group_of(self, spec: KVCacheLayerSpec) -> int:
         """Layer group of one of the model's layers.
@@ -83,8 +93,10 @@ class TorchBackend(AttentionBackend):
         """Raises AttentionInputError: the plan lacks a layer, or pages have another shape."""
         self._plan, self._storage = layers.plan, layers.storage
         self._layers = tuple(
-            LayerPages(layers.storage.kv(spec.layer_id), layers.group_of(spec))
-            for spec in layers.specs
+            LayerPages(
+                layers.storage.kv(spec.layer_id), layers.group_of(spec), layers.scales_of(index)
+            )
+            for index, spec in enumerate(layers.specs)
         )
         self._geometries = layers.geometries
         self._like = torch.empty(0, dtype=layers.dtype, device=layers.storage.device)
@@ -121,6 +133,6 @@ def triton_backend(layers: PagedLayers) -> AttentionBackend:
 def backend_of(layers: PagedLayers) -> AttentionBackend:
     """The faster one that the device and the model's heads allow."""
     fits = all(spec.head_dim <= WIDEST_HEAD for spec in layers.specs)
-    if layers.storage.device.type == "cuda" and fits:
+    if layers.storage.device.type == "cuda" and fits and not layers.head_sinks:
         return triton_backend(layers)
     return TorchBackend(layers)

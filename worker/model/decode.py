@@ -5,8 +5,8 @@ int32 vector, uploaded with one copy: the metadata that attention and placing re
 which of them the last step drew (``TokenFeed``). Padding sequences have length 0 and their keys and
 values go nowhere.
 
-A step may be launched while the one before it is under way, on the same stream, but not before the
-one before that is over: uploads take turns between two pieces of host memory.
+A step may be queued while earlier ones are: each has its own values. Logits of a bucket are
+overwritten by its next step, in the order of the device.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from kvcache_core.arithmetic import ceil_div
+from kvcache_core.storage.upload import CopyQueue, VectorUpload
 from worker.model.attention import AttentionStep
 from worker.model.capture import Body, Capture
 from worker.model.feed import TokenFeed
@@ -68,11 +69,11 @@ class Decoding:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Memory of one batch size. ``hosts`` are pinned where the device is CUDA."""
+    """Memory of one batch size. ``values``, on the host, is changed from step to step."""
 
     shape: MetadataShape
-    hosts: tuple[torch.Tensor, torch.Tensor]
-    vector: torch.Tensor
+    values: torch.Tensor
+    inputs: VectorUpload
     launch: Body
 
 
@@ -85,15 +86,17 @@ class DecodeRunner:
         device: torch.device,
         decoding: Decoding,
         feed: TokenFeed,
+        queue: CopyQueue | None = None,
     ) -> None:
+        """``queue`` carries the uploads; the device's own unless it is given."""
         self._geometries = geometries
         self._decoding = decoding
         self._device = device
         self._feed = feed
+        self._queue = queue
         longest = decoding.limits.max_sequence_tokens
         self._widths = tuple(ceil_div(longest, part.tokens_per_block) for part in geometries)
         self._buckets: dict[int, _Bucket] = {}
-        self._launched = 0
 
     @property
     def captured(self) -> tuple[int, ...]:
@@ -122,15 +125,13 @@ class DecodeRunner:
         count = len(batch)
         size = next(size for size in self._decoding.limits.buckets if size >= count)
         bucket = self._bucket(size)
-        host = bucket.hosts[self._launched % 2]
-        self._launched += 1
-        numbers = host.numpy()
-        total = bucket.shape.total
+        numbers, total = bucket.values.numpy(), bucket.shape.total
         describe_decode(numbers[:total], batch, self._geometries, bucket.shape)
         numbers[total : total + count] = [piece.tokens[0] for piece in batch]
         numbers[total + size : total + size + count] = [piece.feed for piece in batch]
         numbers[total + size + count :] = -1
-        bucket.vector.copy_(host, non_blocking=True)
+        bucket.inputs.host().copy_(bucket.values)
+        bucket.inputs.send()
         logits = bucket.launch()
         wanted = [row for row, piece in enumerate(batch) if piece.wants_logits]
         if len(wanted) == count:
@@ -149,12 +150,10 @@ class DecodeRunner:
         shape = MetadataShape.for_decode(size, self._widths)
         nothing = np.zeros(size, np.int32)
         values = torch.from_numpy(np.concatenate((describe_padding(shape), nothing, nothing - 1)))
-        vector = values.to(self._device)
-        on_cuda = self._device.type == "cuda"
-        hosts = [values.pin_memory() if on_cuda else values.clone() for _ in range(2)]
-        metadata = StepMetadata(shape, vector[: shape.total])
-        tokens = vector[shape.total : shape.total + size]
-        feeds = vector[shape.total + size :]
+        inputs = VectorUpload(values, self._device, self._queue)
+        metadata = StepMetadata(shape, inputs.vector[: shape.total])
+        tokens = inputs.vector[shape.total : shape.total + size]
+        feeds = inputs.vector[shape.total + size :]
         rows = torch.arange(shape.rows, device=self._device)
         step = self._decoding.step(metadata)
 
@@ -162,5 +161,4 @@ class DecodeRunner:
             fed = self._feed.filled(tokens, feeds)
             return self._decoding.network(fed, metadata.starts, step, rows)
 
-        launch = self._decoding.capture(body)
-        return _Bucket(shape, (hosts[0], hosts[1]), vector, launch)
+        return _Bucket(shape, values, inputs, self._decoding.capture(body))

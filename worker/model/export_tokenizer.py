@@ -22,12 +22,7 @@ from typing import Any
 import transformers
 
 from worker.model.errors import ModelLoadError
-from worker.model.families import (
-    FAMILIES,
-    GGUF_ARCHITECTURES,
-    check_supported,
-    describe,
-)
+from worker.model.families import describe
 from worker.model.gguf_model import configuration
 from worker.model.loader import eos_token_ids, quiet_transformers
 from worker.model.source import ModelSource, locate
@@ -45,8 +40,6 @@ def export_tokenizer(model: Path, directory: Path) -> None:
             can run.
     """
     source = locate(model)
-    known = GGUF_ARCHITECTURES if source.gguf is not None else frozenset(FAMILIES)
-    check_supported(source.model_type, known)
     try:
         with quiet_transformers():
             if source.gguf is not None:

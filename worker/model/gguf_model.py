@@ -17,12 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
-from gguf.constants import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from worker.model.errors import ModelLoadError
 from worker.model.gguf_header import GGUFHeader, GGUFTensor
 from worker.model.shard import ShardPlan
+from worker.progress import BytesRead, Progress
 
 ROPE_FACTORS: Final = "rope_freqs.weight"
 """Divisors of the rotary frequencies: how Llama 3.1 and later store their scaling."""
@@ -53,6 +54,8 @@ GEMMA_LAYERS: Final = {
 }
 LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
+DIRECT: Final = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16})
+"""What needs no dequantising."""
 CHUNK_BYTES: Final = 1 << 20
 """gguf dequantises 16 rows at a time; rows of about this size / 16 keep its loop short."""
 
@@ -181,35 +184,34 @@ def state_dict(
     path: Path,
     config: Any,
     dtype: torch.dtype,
-    progress: Callable[[str], None],
+    progress: Progress,
     plan: ShardPlan,
 ) -> dict[str, torch.Tensor]:
     """All weights of a rank by transformers' names, dequantised, on CPU. ``config`` is the whole
     model's. Of other ranks' rows nothing is dequantised.
 
     Raises:
-        ModelLoadError: a tensor that this architecture should not have.
+        ModelLoadError: a tensor that this architecture should not have, or types that cannot be
+            read.
     """
+    _check_kinds(header, path)
     weights: dict[str, torch.Tensor] = {}
     total = sum(tensor.num_bytes for tensor in header.tensors.values())
-    done, told = 0, 0
+    read = BytesRead("dequantising weights,", total, progress)
     with path.open("rb") as file:
         data = np.memmap(file, mode="r", dtype=np.uint8, offset=0)
         for name, whole in header.tensors.items():
-            done += whole.num_bytes
             if name != ROPE_FACTORS:
                 target = _target(header.architecture, name, path)
                 tensor, index = whole, plan.part(target, whole.shape)
                 if len(index) == 1 and len(whole.shape) == 2:
                     tensor, index = _rows(whole, index[0]), ()
-                read = _read(data, header, tensor)[index]
-                values = _adapted(header.architecture, name, read, config)
+                found = _read(data, header, tensor)[index]
+                values = _adapted(header.architecture, name, found, config)
                 weights[target] = torch.from_numpy(values).to(dtype, copy=bool(index))
                 if not plan.owns(target):
                     weights[target].zero_()
-            if done * 4 // max(total, 1) > told:
-                told = done * 4 // max(total, 1)
-                progress(f"dequantised {done / 1e6:.0f} of {total / 1e6:.0f} MB")
+            read.add(whole.num_bytes)
     return weights
 
 
@@ -236,6 +238,29 @@ def _target(architecture: str, name: str, path: Path) -> str:
     if match is None or match[2] not in names:
         raise ModelLoadError(f"{path}: unexpected tensor {name} in a {architecture} GGUF file")
     return f"model.layers.{match[1]}.{names[match[2]]}.{match[3]}"
+
+
+def _check_kinds(header: GGUFHeader, path: Path) -> None:
+    """Whether the installed gguf dequantises everything in the file."""
+    foreign = sorted(
+        f"{name} ({tensor.kind.name})"
+        for name, tensor in header.tensors.items()
+        if tensor.kind not in DIRECT and not _is_known(tensor.kind)
+    )
+    if foreign:
+        raise ModelLoadError(
+            f"{path}: {len(foreign)} tensors are of types that gguf does not dequantise, such as "
+            f"{', '.join(foreign[:3])}; quantise the model to another type, such as Q4_K_M or Q8_0"
+        )
+
+
+def _is_known(kind: GGMLQuantizationType) -> bool:
+    _, block_bytes = GGML_QUANT_SIZES[kind]
+    try:
+        dequantize(np.zeros((1, block_bytes), np.uint8), kind)
+    except RuntimeError:  # the kind that says: not yet
+        return False
+    return True
 
 
 def _read(

@@ -76,6 +76,7 @@ class KernelPlacing(Placing):
             None if rows.norm is None else HeadNorm(rows.norm, self._eps),
             Places(target.slots, target.offsets),
             target.pages,
+            target.scales,
         )
         return step.attend_stored(rows.layer, rows.query, rows.key_value, rows.scale)
 

@@ -16,7 +16,7 @@ from worker.model.fused import FUSED_FAMILIES, TORCH_PARTS, FusedDecoder, LayerP
 from worker.model.loader import LoadedModel
 from worker.model.products import head
 from worker.model.rank_sum import SummedModule
-from worker.model.shard import Cut
+from worker.model.shard import SUMMED
 
 
 class Network(Protocol):
@@ -68,11 +68,11 @@ class PlainModel(Network):
 
 
 def _add_up_rows(loaded: LoadedModel) -> None:
-    """Have every row-parallel module of transformers give the sum over all ranks."""
+    """Have every module of transformers that gives a part of a sum give the sum over all ranks."""
     rows = [
         name
         for name, _ in loaded.module.named_modules()
-        if loaded.shard_plan.cut_of(name) is Cut.ROW
+        if loaded.shard_plan.cut_of(name) in SUMMED
     ]
     for name in rows:
         part = loaded.module.get_submodule(name)

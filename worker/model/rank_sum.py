@@ -108,7 +108,7 @@ def summed(part: Product, ranks: RankSum) -> Product:
 
 
 class SummedModule(Module):
-    """The same for a linear module of transformers."""
+    """The same for a module of transformers: a linear one, or all experts of a layer."""
 
     def __init__(self, part: Any, ranks: RankSum) -> None:
         super().__init__()
@@ -116,5 +116,5 @@ class SummedModule(Module):
         self._ranks = ranks
 
     @override
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._ranks.add_up(self.part(rows))
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self._ranks.add_up(self.part(*inputs))

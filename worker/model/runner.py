@@ -16,6 +16,7 @@ import torch
 
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.storage import TorchStorage
+from kvcache_core.storage.types import TORCH_TYPES
 from worker.model.backend import BackendMaker, PagedLayers, backend_of
 from worker.model.decode import DecodeRunner
 from worker.model.errors import AttentionInputError
@@ -38,7 +39,7 @@ class ModelRunner:
 
     Raises:
         AttentionInputError: the plan lacks a layer of the model, or the pages differ in device or
-            dtype.
+            dtype from what the model's specs say.
     """
 
     def __init__(
@@ -57,14 +58,21 @@ class ModelRunner:
         through where it accepts them; mixed batches must not rely on cleared pages then.
         ``most_draws`` of a step are kept for the step behind it.
         """
-        layers = PagedLayers(plan, storage, loaded.specs, loaded.dtype)
+        layers = PagedLayers(
+            plan,
+            storage,
+            loaded.specs,
+            loaded.dtype,
+            scales=loaded.own_kv_scales,
+            head_sinks=loaded.facts.head_sinks,
+        )
         for spec in loaded.specs:
             layers.group_of(spec)
-            pages = storage.kv(spec.layer_id)
-            if storage.device != loaded.device or pages.dtype != loaded.dtype:
+            pages, dtype = storage.kv(spec.layer_id), TORCH_TYPES[spec.dtype]
+            if storage.device != loaded.device or pages.dtype != dtype:
                 raise AttentionInputError(
-                    f"layer {spec.layer_id}: expected pages in {loaded.dtype} on {loaded.device} "
-                    f"like the model, got {pages.dtype} on {storage.device}"
+                    f"layer {spec.layer_id}: expected pages in {dtype} on {loaded.device} "
+                    f"for the model, got {pages.dtype} on {storage.device}"
                 )
         self._device = loaded.device
         self._geometries = layers.geometries

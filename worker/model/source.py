@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from worker.model.errors import ModelLoadError
-from worker.model.families import FAMILIES, check_supported
+from worker.model.families import check_gguf_architecture
 from worker.model.gguf_header import GGUFHeader, read_gguf_header
+from worker.model.pageable import check_pageable
 
 GGUF_SHARD = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
@@ -46,7 +47,7 @@ class ModelSource:
         """Size of the weights on disk."""
         if self.gguf is not None:
             return self.path.stat().st_size
-        return sum(file.stat().st_size for file in self.path.glob("*.safetensors"))
+        return sum(file.stat().st_size for file in self.shards)
 
     @property
     def shards(self) -> list[Path]:
@@ -82,6 +83,7 @@ def _gguf(path: Path) -> ModelSource:
             "llama-gguf-split --merge"
         )
     header = read_gguf_header(path)
+    check_gguf_architecture(header.architecture)
     return ModelSource(path=path, model_type=header.architecture, gguf=header)
 
 
@@ -91,10 +93,11 @@ def _directory(path: Path) -> ModelSource:
         ggufs = sorted(file.name for file in path.glob("*.gguf"))
         hint = f"; give the path of one of its GGUF files: {', '.join(ggufs)}" if ggufs else ""
         raise ModelLoadError(f"{path}: expected config.json in a Hugging Face directory{hint}")
-    model_type = _json_object(config).get("model_type")
+    values = _json_object(config)
+    model_type = values.get("model_type")
     if not isinstance(model_type, str):
         raise ModelLoadError(f"{config}: expected a string model_type, got {model_type!r}")
-    check_supported(model_type, frozenset(FAMILIES))  # before anybody converts weights in vain
+    check_pageable(values)  # before anybody converts weights in vain
     for shard in _shards(path):
         check_safetensors(shard)
     return ModelSource(path=path, model_type=model_type)

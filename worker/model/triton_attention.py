@@ -9,7 +9,6 @@ are written first; attention then reads everything from the pages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 import triton
@@ -27,11 +26,9 @@ from worker.model.kernels.tilings import (
     splits_of,
     width_of,
 )
+from worker.model.page_numbers import FLOAT8_LIMIT, PageNumbers
 from worker.model.step import GroupGeometry
 from worker.model.step_metadata import TILE_TOKENS, StepMetadata
-
-FLOAT8: Final = torch.float8_e4m3fn
-QUERY_TYPES: Final = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 class KernelPages:
@@ -39,8 +36,7 @@ class KernelPages:
 
     ``pages`` is a view ``[num_slots, 2, num_kv_heads, tokens_per_block, head_dim]``, or with
     smaller pages ``[num_slots, 2, pages_per_block, num_kv_heads, tokens_per_page, head_dim]``, any
-    strides but the last, which is 1. ``scales``, float32 ``[2, num_kv_heads]`` on the device,
-    multiply stored keys and values; 8-bit pages have them, others do not.
+    strides but the last, which is 1. ``scales`` as :class:`PageNumbers` says.
     """
 
     def __init__(
@@ -65,9 +61,7 @@ class KernelPages:
                 f"expected blocks of {geometry.tokens_per_block} tokens, the pages have "
                 f"{self.tokens_per_block}"
             )
-        if pages.dtype not in QUERY_TYPES | {FLOAT8}:
-            raise AttentionInputError(f"expected pages in {_names()}, got {pages.dtype}")
-        _check_scales(pages, self.num_kv_heads, scales)
+        self.numbers = PageNumbers(pages, self.num_kv_heads, scales)
         self.pages = pages
         self.scales = scales
         self.group = group
@@ -78,31 +72,6 @@ class KernelPages:
         slot, kind, page, head, token, _ = by_page.stride()
         self.strides = (slot, kind, page, head, token)
         """Elements between slots, from keys to values, between pages, heads and tokens."""
-
-
-def _names() -> str:
-    return "float32, float16, bfloat16 or float8_e4m3fn"
-
-
-def _check_scales(pages: torch.Tensor, num_kv_heads: int, scales: torch.Tensor | None) -> None:
-    if scales is None:
-        if pages.dtype == FLOAT8:
-            raise AttentionInputError(
-                f"expected scales float32 [2, {num_kv_heads}] with pages in {FLOAT8}, got none"
-            )
-        return
-    fits = (
-        scales.dtype == torch.float32
-        and scales.shape == (2, num_kv_heads)
-        and scales.is_contiguous()
-        and scales.device == pages.device
-    )
-    if pages.dtype != FLOAT8 or not fits:
-        raise AttentionInputError(
-            f"expected contiguous float32 scales [2, {num_kv_heads}] on {pages.device} for pages "
-            f"in {FLOAT8}, got {scales.dtype} {list(scales.shape)} on {scales.device} for "
-            f"{pages.dtype}"
-        )
 
 
 class TritonAttention:
@@ -143,7 +112,7 @@ def write(
             f"expected key and value rows for every token of the step, {list(expected)}, "
             f"got {list(key_value.shape)}"
         )
-    _check_rows("key and value", layer, key_value, dtype)
+    layer.numbers.check("key and value", key_value, dtype)
     group = metadata.groups[layer.group]
     write_rows[(rows, 2)](
         key_value,
@@ -157,7 +126,7 @@ def write(
         DIM=layer.head_dim,
         PAGE_TOKENS=layer.tokens_per_page,
         SCALED=layer.scales is not None,
-        LIMIT=torch.finfo(FLOAT8).max,
+        LIMIT=FLOAT8_LIMIT,
         HEADS=triton.next_power_of_2(layer.num_kv_heads),
         WIDTH=width_of(layer.head_dim),
     )
@@ -178,19 +147,41 @@ def read(
     Raises:
         AttentionInputError: see :func:`check_query`.
     """
+    out = read_decodes(layer, metadata, query, scale, softcap)
+    if metadata.shape.tiles:
+        tiling = prefill_tiling(_wider(layer, query), layer.head_dim)
+        prefill(layer, metadata, query, out, _scoring(scale, softcap), tiling)
+    return out
+
+
+def read_decodes(
+    layer: KernelPages,
+    metadata: StepMetadata,
+    query: torch.Tensor,
+    scale: float,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """:func:`read` for the single-token rows; the others are left to be written."""
     check_query(layer, metadata, query)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    scoring = (scale * LOG2_E, 0.0) if softcap is None else (scale, softcap)
     if metadata.shape.decodes:
-        tiling = decode_tiling(layer.dtype, layer.head_dim)
+        tiling = decode_tiling(_wider(layer, query), layer.head_dim)
         tokens = metadata.groups[layer.group].block_table.shape[1] * layer.tokens_per_block
         splits = splits_of(
             metadata.shape.decodes, layer.num_kv_heads, triton.cdiv(tokens, tiling.keys)
         )
-        decode(layer, metadata, query, out, scoring, tiling, splits)
-    if metadata.shape.tiles:
-        prefill(layer, metadata, query, out, scoring, prefill_tiling(layer.dtype, layer.head_dim))
+        decode(layer, metadata, query, out, _scoring(scale, softcap), tiling, splits)
     return out
+
+
+def _scoring(scale: float, softcap: float | None) -> tuple[float, float]:
+    """As :func:`decode` takes it."""
+    return (scale * LOG2_E, 0.0) if softcap is None else (scale, softcap)
+
+
+def _wider(layer: KernelPages, query: torch.Tensor) -> torch.dtype:
+    """Products are in the query's type, whatever the pages hold."""
+    return max(query.dtype, layer.dtype, key=lambda kind: kind.itemsize)
 
 
 def check_query(layer: KernelPages, metadata: StepMetadata, query: torch.Tensor) -> None:
@@ -202,24 +193,11 @@ def check_query(layer: KernelPages, metadata: StepMetadata, query: torch.Tensor)
         raise AttentionInputError(
             f"expected query [{rows}, multiple of {kv_heads}, {dim}], got {list(query.shape)}"
         )
-    _check_rows("query", layer, query, query.dtype)
+    layer.numbers.check("query", query, query.dtype)
     if metadata.vector.device != layer.device:
         raise AttentionInputError(
             f"expected step metadata on {layer.device} as the pages are, got "
             f"{metadata.vector.device}"
-        )
-
-
-def _check_rows(name: str, layer: KernelPages, rows: torch.Tensor, dtype: torch.dtype) -> None:
-    fitting = QUERY_TYPES if layer.dtype == FLOAT8 else {layer.dtype}
-    if rows.dtype != dtype or dtype not in fitting or rows.device != layer.device:
-        raise AttentionInputError(
-            f"expected {name} in {dtype} on {layer.device} for pages in {layer.dtype}, "
-            f"got {rows.dtype} on {rows.device}"
-        )
-    if rows.stride(-1) != 1:
-        raise AttentionInputError(
-            f"expected contiguous {name} vectors, got strides {rows.stride()}"
         )
 
 

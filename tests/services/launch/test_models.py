@@ -52,7 +52,9 @@ def find(path: Path) -> Any:
         ("{", "config.json: unreadable JSON"),
         ("[]", "expected a JSON object, got list"),
         ("{}", "expected a string model_type, got None"),
-        ('{"model_type": "gpt2"}', "'gpt2' is not supported; expected one of gemma3_text, llama"),
+        ('{"model_type": "gpt2"}', "'gpt2' is not supported: its positions are not rotary"),
+        ('{"model_type": "x", "is_encoder_decoder": true}', "it is an encoder with a decoder"),
+        ('{"model_type": "x", "layer_types": ["conv"]}', "layer 0 has type 'conv'"),
     ],
 )
 def test_a_configuration_that_cannot_be_served(tmp_path: Path, config: str, said: str) -> None:

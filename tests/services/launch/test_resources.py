@@ -9,11 +9,11 @@ import pytest
 
 from services.config import ServeConfig
 from services.errors import ConfigError
+from services.kv_cache import check_cache_holds_a_step, check_kv_types
 from services.resources import (
     Gpu,
     Machine,
     available_memory_bytes,
-    check_cache_holds_a_step,
     estimate_weights_bytes,
     plan_instances,
     plan_remote_instances,
@@ -60,9 +60,31 @@ def test_every_rank_has_a_gpu_of_its_own() -> None:
     shared = config(tensor_parallel_size=2)
     plans = plan_instances(shared, machine, weights_bytes=100 * GIB)
     assert {plan.gpu_fraction for plan in plans} == {1.0}
-    assert 20 * GIB < plans[0].kv_cache_bytes < 30 * GIB  # 90 less a half and the whole parts
+    assert [(plan.kv_cache_bytes, plan.staging_pairs) for plan in plans] == [(None, 3)] * 2
+    with pytest.raises(ConfigError, match="got 0 B for 4 instances on cuda"):
+        plan_instances(shared, machine, weights_bytes=160 * GIB)  # half and the whole parts
     with pytest.raises(ConfigError, match="a GPU for each of 6 ranks, got 4"):
         plan_instances(config(tensor_parallel_size=2, context=2), machine, weights_bytes=GIB)
+
+
+def test_a_share_of_a_gpu_excludes_a_size_and_needs_one_to_itself() -> None:
+    with pytest.raises(ValueError, match="kv_cache_bytes excludes kv_cache_fraction"):
+        config(kv_cache_bytes="1GiB", kv_cache_fraction=0.5)
+    machine = Machine(cores=2, available_bytes=GIB, gpus=(Gpu(name="H", free_bytes=100 * GIB),))
+    sizes = [
+        plan_instances(config(kv_cache_fraction=share), machine, 0)[0].kv_cache_bytes
+        for share in (0.25, 0.5)
+    ]
+    assert None not in sizes
+    assert sizes[0] is not None
+    assert sizes[1] == pytest.approx(2 * sizes[0], abs=1)
+    single = config(aggregated=1, kv_cache_fraction=0.5)
+    assert plan_instances(single, machine, 0)[0].kv_cache_bytes is None
+    on_cpu = config(device="cpu", kv_cache_fraction=0.5)
+    with pytest.raises(ConfigError, match="kv_cache_fraction: expected instances on GPUs"):
+        plan_instances(on_cpu, machine, 0)
+    given = config(aggregated=1, kv_cache_bytes="1GiB")
+    assert plan_instances(given, machine, 0)[0].kv_cache_bytes == GIB
 
 
 def test_explicit_values_win() -> None:
@@ -82,10 +104,9 @@ def test_instances_share_gpus(gpus: int, fraction: float) -> None:
     )
     plans = plan_instances(config(), machine, weights_bytes=10 * GIB)
     assert {(plan.device, plan.gpu_fraction) for plan in plans} == {("cuda", fraction)}
-    expected = int(100 * GIB * 0.9) // (2 if gpus == 1 else 1) - 11 * GIB
     # Four messages of a thousandth of the memory, for pages to and from the other instance.
-    expected -= 4 * (100 << 20)
-    assert {plan.kv_cache_bytes for plan in plans} == {expected}
+    expected = int((50 * GIB - 11 * GIB - 4 * (100 << 20)) * 0.9)
+    assert {plan.kv_cache_bytes for plan in plans} == {expected if gpus == 1 else None}
 
 
 def test_three_instances_fit_on_one_gpu_by_their_fractions() -> None:
@@ -119,7 +140,7 @@ def test_host_memory_for_pages_comes_out_of_what_is_free() -> None:
     machine = Machine(cores=2, available_bytes=16 * GIB)
     without = plan_instances(config(), machine, weights_bytes=0)
     beside = plan_instances(config(host_cache_bytes="1GiB"), machine, weights_bytes=0)
-    assert without[0].kv_cache_bytes - beside[0].kv_cache_bytes == GIB
+    assert without[0].kv_cache_bytes == (beside[0].kv_cache_bytes or 0) + GIB
     with pytest.raises(ConfigError, match="host_cache_bytes: expected what fits"):
         plan_instances(config(host_cache_bytes="9GiB", kv_cache_bytes="1GiB"), machine, 0)
 
@@ -148,6 +169,31 @@ def test_a_kv_cache_without_room_for_one_step_is_refused() -> None:
     check_cache_holds_a_step(half, plans, 46080 // 4)
 
 
+def test_fp8_takes_a_quarter_of_float32() -> None:
+    tight = config(kv_cache_bytes="2MiB", kv_cache_dtype="fp8")
+    plans = plan_instances(tight, Machine(cores=2, available_bytes=GIB), 0)
+    check_cache_holds_a_step(tight, plans, 4096)
+    with pytest.raises(ConfigError, match=r"at least 8.0 MiB.*got 2.0 MiB"):
+        check_cache_holds_a_step(config(kv_cache_bytes="2MiB"), plans, 4096)
+
+
+def test_a_kv_type_that_the_model_does_not_compute_in_is_refused() -> None:
+    gpus = (Gpu(name="H", free_bytes=100 * GIB),)
+    gpu = plan_instances(config(), Machine(cores=8, available_bytes=GIB, gpus=gpus), 0)
+    cpu = plan_instances(config(), Machine(cores=2, available_bytes=GIB), 0)
+    half = {"dtype": "float16", "kv_cache_dtype": "float16"}
+    for fitting in ({}, {"kv_cache_dtype": "fp8"}, half):
+        check_kv_types(config(**fitting), (*cpu, *gpu))
+    check_kv_types(config(kv_cache_dtype="bfloat16"), gpu)  # the checkpoint decides
+    check_kv_types(config(kv_cache_dtype="float32"), cpu)
+    for given, plans, expected in (
+        ({"kv_cache_dtype": "bfloat16"}, cpu, "float32"),
+        ({"kv_cache_dtype": "bfloat16", "dtype": "float16"}, gpu, "float16"),
+    ):
+        with pytest.raises(ConfigError, match=f"expected auto, fp8 or {expected}"):
+            check_kv_types(config(**given), plans)
+
+
 def test_a_remote_cluster_needs_what_cannot_be_looked_up() -> None:
     with pytest.raises(ConfigError, match="expected a value for device, kv_cache_bytes, torch"):
         plan_remote_instances(config(ray_address="auto"))
@@ -155,6 +201,10 @@ def test_a_remote_cluster_needs_what_cannot_be_looked_up() -> None:
         config(ray_address="auto", device="cuda", kv_cache_bytes="1GiB", torch_threads=2)
     )
     assert {(p.device, p.gpu_fraction, p.kv_cache_bytes) for p in plans} == {("cuda", 1.0, GIB)}
+    measured = config(ray_address="auto", device="cuda", torch_threads=2)
+    assert {(p.kv_cache_bytes, p.staging_pairs) for p in plan_remote_instances(measured)} == {
+        (None, 1)
+    }
 
 
 def test_weights_are_estimated_from_files(tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ def test_pairs_are_counted_by_the_transport_that_carries_pages() -> None:
         state="live",
         ready=True,
         staging_bytes=5,
+        kv_dtype="float8_e4m3",
         pairs=pairs,
     )
     registry.register(WorkerCollector(lambda: (status,)))
@@ -100,3 +101,5 @@ def test_pairs_are_counted_by_the_transport_that_carries_pages() -> None:
 
     assert (value("shm"), value("none"), value("tcp")) == (2, 1, None)
     assert registry.get_sample_value("pageferry_worker_staging_bytes", labels) == 5
+    in_fp8 = {**labels, "dtype": "float8_e4m3"}
+    assert registry.get_sample_value("pageferry_worker_kv_cache", in_fp8) == 1

@@ -316,8 +316,9 @@ def test_stop_before_the_pages_are_there() -> None:
     assert pair.world.ended(pair.generation, "generation", "r").outcome == "succeeded"
 
 
-@pytest.mark.parametrize("windows", [(None,), (None, 6)])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("seed", "windows"), [(0, (None,)), (0, (None, 6)), (1, (None, 6)), (2, (None, 6))]
+)
 def test_pools_of_two_prompts_serve_fifty_requests(
     seed: int, windows: tuple[int | None, ...]
 ) -> None:
@@ -333,8 +334,7 @@ def test_pools_of_two_prompts_serve_fifty_requests(
         assert pair.outcomes(name) == ("succeeded", "succeeded")
         assert pair.world.choices[name, 0].tokens == expected(prompt, max_tokens=6)
     assert pair.context.gauges is not None
-    # Blocks that leave a window stay leased until they are sent, which no demand foresees.
-    assert pair.context.gauges.preemptions_total <= 2 * (len(windows) - 1)
+    assert pair.context.gauges.preemptions_total == 0
     assert pair.generation.gauges is not None
     assert pair.generation.gauges.preemptions_total == 0
     assert pair.generation.gauges.prefill_tokens_total == 0

@@ -119,6 +119,15 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(slots: int) -> None
     assert any(need > slots for need in demand.peak(longest + 1))
 
 
+def test_a_shipped_prompt_holds_what_its_windows_have_passed_up_to_half_of_the_pool() -> None:
+    demand = PageDemand(fake_plan(None, 6), max_chunk_tokens=8)
+    # Ten blocks with full attention; behind a window of six tokens two, and three for a chunk.
+    assert demand.peak(40) == (15,)
+    assert demand.shipped(40, (48,)) == (20,)
+    assert demand.shipped(40, (8,)) == (19,)
+    assert demand.shipped(20, (48,)) == demand.peak(20) == (10,)
+
+
 def test_a_follower_that_differs_is_noticed_a_step_late() -> None:
     leader_pages, replica = pages(), RankReplica(pages())
     leader = LeaderManager(leader_pages, [replica])

@@ -11,7 +11,9 @@ from tests.support.sim_engines import (
     SimWorld,
     WorkerShape,
     expected,
+    fake_plan,
     generate,
+    prefill,
     random_prompt,
 )
 
@@ -20,9 +22,9 @@ ALONE = -(-(8 + OUTPUT) // BLOCK)
 """Blocks of one of the long generations."""
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_four_long_generations_finish_in_a_pool_for_one_and_a_half(seed: int) -> None:
-    world = SimWorld(seed)
+@pytest.mark.parametrize(("seed", "states"), [(0, 0), (1, 0), (2, 0), (3, 0), (4, 1)])
+def test_four_long_generations_finish_in_a_pool_for_one_and_a_half(seed: int, states: int) -> None:
+    world = SimWorld(seed, fake_plan(states=states))
     worker = world.worker("w", WorkerShape(slots=ALONE * 3 // 2, max_sequence_tokens=8 + OUTPUT))
     rng = random.Random(seed)
     prompts = {f"r{index}": random_prompt(rng, 8) for index in range(4)}
@@ -69,3 +71,56 @@ def test_who_waits_for_pages_that_never_come_ends_with_an_explanation_and_the_ot
     lost.close()
     world.drain()
     assert world.choices["short", 0].tokens == expected(short, max_tokens=2)
+
+
+def test_who_was_suspended_is_not_kept_out_by_a_stream_of_new_requests() -> None:
+    world = SimWorld()
+    worker = world.worker("w", WorkerShape(slots=ALONE * 3 // 2, max_sequence_tokens=8 + OUTPUT))
+    rng = random.Random(2)
+    long = {name: random_prompt(rng, 8) for name in ("old", "young")}
+    for name, prompt in long.items():
+        world.send(worker, generate(name, prompt, max_tokens=OUTPUT, deadline_ms=10**9))
+    shorts: list[str] = []
+    while ("w", "generation", "young") not in world.legs or not world.legs[
+        "w", "generation", "young"
+    ].ended:
+        shorts.append(f"s{len(shorts)}")
+        prompt = random_prompt(rng, 2 * BLOCK)
+        world.send(worker, generate(shorts[-1], prompt, max_tokens=2, deadline_ms=10**9))
+        worker.turn()
+        assert len(worker.executor.batches) < 1000
+    taken = len(worker.executor.batches)
+    world.drain()
+    for name, prompt in long.items():
+        assert world.choices[name, 0].tokens == expected(prompt, max_tokens=OUTPUT)
+    assert worker.gauges is not None
+    assert worker.gauges.preemptions_total >= 1
+    # Both at once at first, then one after the other, with what gave way computed again.
+    again = worker.gauges.preemptions_total
+    assert taken <= 2 * OUTPUT + again + 8
+    assert {world.ended(worker, "generation", name).outcome for name in shorts} == {"succeeded"}
+
+
+@pytest.mark.parametrize(("seed", "count"), [(0, 2), (1, 2), (2, 3)])
+def test_workers_that_prefill_for_each_other_in_small_pools_never_wait_in_a_circle(
+    seed: int, count: int
+) -> None:
+    """Each has promised its room to the others' prompts, and has prompts of its own."""
+    world = SimWorld(seed)
+    shape = WorkerShape(slots=16, max_sequence_tokens=44)
+    workers = [world.worker(f"w{index}", shape) for index in range(count)]
+    rng = random.Random(seed)
+    prompts = {f"r{index}": random_prompt(rng, rng.randint(8, 36)) for index in range(18)}
+    for index, (name, prompt) in enumerate(prompts.items()):
+        context, other = workers[index % count], workers[(index + 1) % count]
+        world.send(context, prefill(name, prompt, other.incarnation, deadline_ms=10**9))
+        source = context.address
+        world.send(other, generate(name, prompt, source=source, deadline_ms=10**9))
+    world.drain(limit=5_000)
+    for name, prompt in prompts.items():
+        assert world.choices[name, 0].tokens == expected(prompt)
+    legs = [ended for heard in world.legs.values() for ended in heard.ended]
+    assert [ended.outcome for ended in legs] == ["succeeded"] * 2 * len(prompts)
+    for worker in workers:
+        assert worker.gauges is not None
+        assert worker.gauges.preemptions_total <= len(prompts)

@@ -88,6 +88,19 @@ def test_a_landing_transfer_takes_the_room_it_was_promised() -> None:
     assert plan_admission(items, (10,), LIMITS).land == (1,)
 
 
+def test_one_prompt_borrows_promised_room_while_nobody_computes() -> None:
+    promised = item(1, Phase.PROMISED, 6)
+    tired = item(2, Phase.GRANTING, 9)._replace(passed=9)
+    prompts = [item(key, Phase.QUEUED, 3)._replace(borrows=True) for key in (3, 4)]
+    assert admitted([promised, tired, *prompts], 8) == [3]
+    assert admitted([promised, tired, *prompts, item(5, Phase.RUNNING, 0)], 8) == []
+    assert admitted([promised, tired, *prompts, item(5, Phase.RUNNING, 0, rows=0)], 8) == [3]
+    assert admitted([promised, prompts[0]._replace(borrows=False)], 8) == []
+    # What was called for is not lent.
+    called = item(1, Phase.LANDING, 6)
+    assert admitted([called, tired, *prompts], 8) == [1]
+
+
 def test_growth_blocks_never_keep_out_what_fits_alone() -> None:
     assert admitted([item(1, Phase.QUEUED, 11)], 10) == [1]
     assert admitted([item(1, Phase.QUEUED, 11)], 9) == []
@@ -188,6 +201,21 @@ def test_admission_never_gives_more_than_there_is(
             one.demand[0] for one in held
         )
         assert sum(one.rows for one in held + taken) <= LIMITS.max_running
+
+
+@given(items_strategy, st.integers(0, 10), st.integers(0, 5), st.integers(0, 2))
+def test_who_was_refused_is_refused_again_where_there_is_no_more(
+    parts: list[tuple[Phase, int, int]], available: int, less: int, rows: int
+) -> None:
+    """The engine does not look again at those who wait while this holds."""
+    items = [
+        Item(key, phase, (key, 0), (need,), rows, borrows=phase is Phase.QUEUED)
+        for key, (phase, need, rows) in enumerate(parts, 1)
+    ]
+    running = Item(0, Phase.RUNNING, (0, 0), (1,), 1)
+    again = Item(0, Phase.RUNNING, (0, 0), (1 + less,), 1 + rows)
+    if plan_admission([running, *items], (available,), LIMITS).is_empty:
+        assert plan_admission([again, *items], (available,), LIMITS).is_empty
 
 
 @given(items_strategy, st.integers(0, 10), st.integers(0, 8))

@@ -39,6 +39,7 @@ FACTS = WorkerFacts(
     vocab_size=50,
     peer=PeerAddress(incarnation=ME, host="127.0.0.1", control_port=1),
     transport="none",
+    kv_dtype="float32",
 )
 
 

@@ -12,7 +12,7 @@ import torch
 from kvcache_core.arithmetic import ceil_div
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.storage import TorchStorage
-from worker.config import ElementType
+from worker.config import ElementType, KVElementType
 from worker.model.backend import BackendMaker, backend_of
 from worker.model.loader import LoadedModel, load_model
 from worker.model.runner import ModelRunner, SequenceSlice
@@ -34,10 +34,11 @@ class PagedModel:
         seed: int = 0,
         device: str = "cpu",
         dtype: ElementType = "float32",
+        kv_dtype: KVElementType = "auto",
         backend: BackendMaker = backend_of,
         make_runner: Callable[[LoadedModel, LayoutPlan, TorchStorage], ModelRunner] | None = None,
     ) -> None:
-        self.loaded = load_model(path, device=device, dtype=dtype)
+        self.loaded = load_model(path, device=device, dtype=dtype, kv_dtype=kv_dtype)
         self.plan = LayoutPlan.derive(self.loaded.specs, tokens_per_block=tokens_per_block)
         storage = TorchStorage(self.plan, [slots] * len(self.plan.pool_groups), self.loaded.device)
         for group in self.plan.pool_groups:

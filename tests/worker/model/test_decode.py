@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.storage import TorchStorage
+from tests.support.deferred_copies import DeferredCopies
 from tests.worker.model.harness import PagedModel
 from worker.model.backend import PagedLayers
 from worker.model.capture import Body, Capture, CUDAGraphs, RunEachTime
@@ -160,6 +161,64 @@ def test_what_is_accepted(tiny_model: TinyModel) -> None:
     assert not runner.accepts([beyond])
     assert not runner.accepts([singles[0], paged.slice("two", [1, 2])])
     assert runner.captured == ()
+
+
+class DeferredSteps(Capture):
+    """Queues every step behind the copies that were queued before it."""
+
+    def __init__(self, queue: DeferredCopies) -> None:
+        self._queue = queue
+        self.results: list[list[float]] = []
+
+    @override
+    def __call__(self, body: Body) -> Body:
+        def launch() -> torch.Tensor:
+            self._queue.launch(lambda: self.results.append(body()[:, 0].tolist()))
+            return torch.zeros(LIMITS.buckets[-1], 1)
+
+        return launch
+
+
+def tokens_and_positions(
+    tokens: torch.Tensor, positions: torch.Tensor, _step: object, _rows: object
+) -> torch.Tensor:
+    """A network whose logits tell what it saw."""
+    return (1000 * tokens + positions).float().unsqueeze(1)
+
+
+def decode_runner(
+    paged: PagedModel, capture: Capture, queue: DeferredCopies | None = None
+) -> DecodeRunner:
+    """Over a network that has no layers."""
+    step: Any = lambda metadata: metadata  # noqa: E731
+    network: Any = tokens_and_positions
+    decoding = Decoding(network, step, capture, LIMITS)
+    geometries: Any = paged.runner._geometries
+    return DecodeRunner(geometries, paged.storage.device, decoding, paged.runner.feed, queue)
+
+
+def test_b38_steps_that_are_queued_together_keep_their_own_values(tiny_model: TinyModel) -> None:
+    paged, queue = PagedModel(tiny_model("llama")), DeferredCopies()
+    steps = DeferredSteps(queue)
+    runner = decode_runner(paged, steps, queue)
+    for position in range(4):
+        runner.forward([paged.slice("a", [7 + position])])
+    assert steps.results == []
+    queue.sync()
+    assert steps.results == [[1000.0 * (7 + position) + position] for position in range(4)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_b38_steps_that_a_late_device_has_not_begun_keep_their_own_values(
+    tiny_model: TinyModel,
+) -> None:
+    paged = PagedModel(tiny_model("llama"), device="cuda")
+    runner = decode_runner(paged, RunEachTime())
+    runner.forward([paged.slice("a", [3])])
+    torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]
+    found = [runner.forward([paged.slice("a", [7 + n])]) for n in range(4)]
+    assert [row.item() for row in found] == [1000.0 * (7 + n) + n + 1 for n in range(4)]
 
 
 @pytest.mark.gpu

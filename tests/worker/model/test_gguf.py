@@ -144,7 +144,7 @@ def test_quantised_weights(tiny_model: TinyModel, tmp_path: Path, kind: str) -> 
     (weight,) = state_dict(header, path, None, torch.float32, messages.append, plan).values()
     expected = gguf.quants.dequantize(quantize(values, chosen), chosen).reshape(96, 64)
     assert torch.equal(weight, torch.from_numpy(np.asarray(expected, np.float32)))
-    assert messages[-1].startswith("dequantised")
+    assert messages[-1].startswith("dequantising weights, 0 of 0 MB (100 %)")
 
 
 def test_windows_scaling_and_factors(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -201,3 +201,18 @@ def test_the_real_model_equals_transformers_reader(real_model: Path) -> None:
     config = configuration(header, real_model).to_dict()
     for key in ("rope_parameters", "rms_norm_eps", "hidden_act", "head_dim", "tie_word_embeddings"):
         assert config[key] == theirs.config.to_dict()[key]
+
+
+def test_types_that_cannot_be_dequantised_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "other.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    raw = np.zeros((2, gguf.GGML_QUANT_SIZES[GGMLQuantizationType.Q8_K][1]), np.uint8)
+    writer.add_tensor("output.weight", raw, raw_dtype=GGMLQuantizationType.Q8_K)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    header = locate(path).gguf
+    assert header is not None
+    with pytest.raises(ModelLoadError, match=r"1 tensors.*output\.weight \(Q8_K\)"):
+        state_dict(header, path, None, torch.float32, print, whole_plan())

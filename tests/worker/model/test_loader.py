@@ -27,6 +27,8 @@ WINDOWS = {
     "qwen3": (None, None, None),
     "mistral": (WINDOW, WINDOW, WINDOW),
     "gemma3_text": (WINDOW, None, WINDOW),
+    "mixtral": (None, None, None),
+    "qwen3_moe": (WINDOW, WINDOW, WINDOW),
 }
 
 
@@ -49,6 +51,14 @@ def test_facts_of_every_family(tiny_model: TinyModel, family: str) -> None:
     assert not any(parameter.requires_grad for parameter in loaded.module.parameters())
     assert messages[0].startswith(f"loading {family}")
     assert messages[-1].startswith(f"loaded {family}")
+
+
+def test_what_a_module_does_not_read_changes_nothing() -> None:
+    """Configurations keep values of other families, which transformers' module does not look at."""
+    llama, mistral = FAMILIES["llama"]().to_dict(), FAMILIES["mistral"]().to_dict()
+    assert describe({**llama, "sliding_window": 8}).windows == WINDOWS["llama"]
+    kinds = ["full_attention"] * 3
+    assert describe({**mistral, "layer_types": kinds}).windows == WINDOWS["mistral"]
 
 
 def test_dtype_is_applied_to_weights_and_pages(tiny_model: TinyModel) -> None:
@@ -95,7 +105,7 @@ def edit_config(path: Path, **changes: Any) -> None:
 
 @pytest.mark.parametrize(
     ("family", "hint"),
-    [("gpt2", "expected one of gemma3_text, llama"), ("gemma3", "text-only variant, gemma3_text")],
+    [("gpt2", "positions are not rotary"), ("gemma3", "text-only variant, gemma3_text")],
 )
 def test_unknown_family(broken: Path, family: str, hint: str) -> None:
     edit_config(broken, model_type=family)

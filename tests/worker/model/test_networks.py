@@ -106,7 +106,7 @@ class TestRowsAreChecked:
             (torch.zeros(5, 5, 16), torch.zeros(5, 2, 2, 16), "multiple of 2"),
             (torch.zeros(5, 6, 16), torch.zeros(5, 2, 2, 16).double(), "key and value in"),
             (torch.zeros(5, 6, 16).half(), torch.zeros(5, 2, 2, 16), "query in"),
-            (torch.zeros(5, 6, 16, device="meta"), torch.zeros(5, 2, 2, 16), "on cpu as the"),
+            (torch.zeros(5, 6, 16, device="meta"), torch.zeros(5, 2, 2, 16), "on cpu for pages in"),
             (torch.zeros(5, 16, 6).mT, torch.zeros(5, 2, 2, 16), "contiguous query"),
         ],
     )

@@ -27,7 +27,7 @@ from worker.model.fused import FUSED_FAMILIES
 from worker.model.loader import LoadedModel, load_model
 from worker.model.networks import FusedModel, Network, PlainModel
 from worker.model.rank_sum import OnlyRank, RankSum
-from worker.model.rank_weights import read_safetensors
+from worker.model.rank_weights import rank_weights
 from worker.model.runner import ModelRunner, SequenceSlice
 from worker.model.shard import Shard, ShardPlan
 
@@ -77,10 +77,17 @@ def test_two_ranks_of_every_family(tiny_model: TinyModel, way: Way, family: str)
     assert_shared(tiny_model(family), 2, way)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "starcoder2"])
+def test_two_ranks_of_the_general_rule(tiny_model: TinyModel, family: str) -> None:
+    """Softcaps, biases of sums."""
+    assert_shared(tiny_model(family), 2, PlainModel)
+
+
 HEADS = {
     "ranks exceed the kv heads": (2, 6, 1),
     "some ranks share a kv head": (4, 8, 2),
     "as Qwen 0.5B": (2, 14, 2),
+    "as Qwen 1.5B": (2, 12, 2),
 }
 
 
@@ -109,10 +116,18 @@ def test_a_rank_reads_its_part_alone(tiny_model: TinyModel) -> None:
     path = tiny_model("llama")
     config = transformers.AutoConfig.from_pretrained(path)
     files = [path / "model.safetensors"]
-    whole, *parts = (
-        read_safetensors(files, ShardPlan(shard, describe(config.to_dict()), config))
-        for shard in (Shard(), Shard(0, 2), Shard(1, 2))
-    )
+    lines: list[str] = []
+
+    def read(shard: Shard) -> dict[str, torch.Tensor]:
+        plan = ShardPlan(shard, describe(config.to_dict()), config)
+        with rank_weights(files, plan, lines.append) as parts:
+            return {name: part[...] for name, part in parts.items()}
+
+    whole, *parts = map(read, (Shard(), Shard(0, 2), Shard(1, 2)))
+    mega = [
+        f"{sum(v.nbytes for v in part.values()) / 1e6:.0f} MB (100 %)" for part in (whole, *parts)
+    ]
+    assert [end in line for end, line in zip(mega, lines, strict=True)] == [True] * 3
     cut = [name for name in whole if "proj" in name]
     assert len(cut) == 3 * 7
     for name, values in whole.items():
@@ -125,6 +140,35 @@ def test_a_rank_reads_its_part_alone(tiny_model: TinyModel) -> None:
                 assert all(one.untyped_storage().nbytes() == values.nbytes // 2 for one in own)
         else:
             assert all(torch.equal(one, values) for one in own)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_a_rank_reads_its_part_of_every_expert(tiny_model: TinyModel, family: str) -> None:
+    path = tiny_model(family)
+    config = transformers.AutoConfig.from_pretrained(path)
+
+    def read(shard: Shard) -> dict[str, torch.Tensor]:
+        plan = ShardPlan(shard, describe(config.to_dict()), config)
+        with rank_weights([path / "model.safetensors"], plan, lambda line: None) as parts:
+            return {name: part[...] for name, part in parts.items()}
+
+    whole, *parts = map(read, (Shard(), Shard(0, 2), Shard(1, 2)))
+    experts = [name for name in whole if ".experts." in name]
+    assert len(experts) == {"mixtral": 3 * 4 * 3, "qwen3_moe": 2 * 6 * 3}[family]
+    for name in experts:
+        axis = 1 if name.endswith(("w2.weight", "down_proj.weight")) else 0
+        assert torch.equal(torch.cat([part[name] for part in parts], axis), whole[name])
+    routers = [name for name in whole if name.endswith(".gate.weight")]
+    assert routers
+    assert all(torch.equal(part[name], whole[name]) for part in parts for name in routers)
+
+
+def test_experts_in_one_tensor_of_a_file_are_refused() -> None:
+    config = FAMILIES["qwen3_moe"]()
+    plan = ShardPlan(Shard(1, 2), describe(config.to_dict()), config)
+    for name, shape in (("gate_up_proj", (6, 64, 48)), ("down_proj", (6, 48, 32))):
+        with pytest.raises(ModelLoadError, match=rf"{name}: expected one matrix an expert"):
+            plan.part(f"model.layers.0.mlp.experts.{name}", shape)
 
 
 def test_what_a_rank_knows_of_the_model(tmp_path: Path) -> None:
@@ -176,11 +220,36 @@ def test_refused(tmp_path: Path, size: int, changes: dict[str, int], why: str) -
         load_model(write(tmp_path, "llama", **changes), ranks=Absent(size))
 
 
+def test_embedding_and_head_are_whole_whatever_the_plan_says() -> None:
+    config = FAMILIES["llama"]()
+    plan = {"embed_tokens": "embedding_rowwise", **config.base_model_tp_plan}
+    config.base_model_tp_plan = plan
+    shares = ShardPlan(Shard(1, 2), describe(config.to_dict()), config)
+    assert shares.part("model.embed_tokens.weight", (288, 48)) == ()
+    assert shares.part("model.layers.0.mlp.up_proj.weight", (80, 48)) == (slice(40, 80),)
+
+
+def test_a_plan_without_the_experts_is_refused() -> None:
+    config = FAMILIES["qwen3_moe"]()
+    config.base_model_tp_plan = {
+        name: kind for name, kind in config.base_model_tp_plan.items() if "experts" not in name
+    }
+    with pytest.raises(ModelLoadError, match="does not share its experts out"):
+        ShardPlan(Shard(1, 2), describe(config.to_dict()), config)
+
+
+def test_experts_that_do_not_divide_are_refused() -> None:
+    config = FAMILIES["qwen3_moe"]()
+    config.update({"moe_intermediate_size": 33})
+    with pytest.raises(ModelLoadError, match=r"2 ranks: moe_intermediate_size 33; choose"):
+        ShardPlan(Shard(1, 2), describe(config.to_dict()), config)
+
+
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
         (None, "has no tensor parallel plan"),
-        ({"layers.*.mlp.experts.gate_up_proj": "packed_colwise"}, r"gate_up_proj \(packed_colwise"),
+        ({"layers.*.self_attn.q_norm": "colwise_gather_output"}, r"q_norm \(colwise_gather_output"),
     ],
 )
 def test_a_plan_that_is_not_understood(plan: dict[str, str] | None, why: str) -> None:

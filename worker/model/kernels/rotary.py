@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 
 from worker.model.errors import AttentionInputError
+from worker.model.kernels.page_write import on_float8_grid
+from worker.model.page_numbers import FLOAT8_LIMIT, PageNumbers
 
 HEADS: Final = 8
 """Heads of one program."""
@@ -60,6 +62,7 @@ def _rotate_and_store(  # noqa: PLR0913
     slots: tl.tensor,
     offsets: tl.tensor,
     pages: tl.tensor,
+    scales: tl.tensor,
     num_query: tl.tensor,
     num_kv: tl.tensor,
     eps: tl.tensor,
@@ -68,6 +71,8 @@ def _rotate_and_store(  # noqa: PLR0913
     head_stride: tl.tensor,
     token_stride: tl.tensor,
     HAS_NORM: tl.constexpr,
+    SCALED: tl.constexpr,
+    LIMIT: tl.constexpr,
     ROTATED: tl.constexpr,
     DIM: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
@@ -114,6 +119,12 @@ def _rotate_and_store(  # noqa: PLR0913
     target = pages + slot * slot_stride + offset * token_stride
     target += ((row // num_kv) * kind_stride + (row % num_kv) * head_stride)[:, None]
     kept = pages.dtype.element_ty
+    if SCALED:
+        # Rounded to the model's type first, as rows are that another kernel stores.
+        own = tl.load(scales + row, mask=(row >= 0) & valid, other=1.0)[:, None]
+        new_low = on_float8_grid(new_low.to(kind).to(tl.float32) / own, LIMIT)
+        new_high = on_float8_grid(new_high.to(kind).to(tl.float32) / own, LIMIT)
+        tail = on_float8_grid(tail.to(kind).to(tl.float32) / own, LIMIT)
     tl.store(target + pair[None, :], new_low.to(kept), mask=in_pair & stored)
     tl.store(target + half + pair[None, :], new_high.to(kept), mask=in_pair & stored)
     tl.store(target + rest[None, :], tail.to(kept), mask=in_rest & stored)
@@ -125,19 +136,22 @@ def rotate_and_store(
     norm: HeadNorm | None,
     places: Places,
     pages: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """Norm and rotate the queries and keys of ``heads`` in place; store keys and values.
 
     ``heads`` is ``[tokens, query heads + 2 * num_kv_heads, head_dim]``, contiguous: queries, keys,
-    values. ``pages`` ``[num_slots, 2, num_kv_heads, tokens_per_block, head_dim]``, strided.
+    values. ``pages`` ``[num_slots, 2, num_kv_heads, tokens_per_block, head_dim]``, strided;
+    ``scales`` as :class:`PageNumbers` says.
 
     Raises:
-        AttentionInputError: shapes or strides do not fit.
+        AttentionInputError: shapes, strides or scales do not fit.
     """
     num_tokens, num_heads, dim = heads.shape
     num_kv = pages.shape[2]
     rotated = rotary.cos.shape[-1]
     _check(heads, rotary, places, pages)
+    PageNumbers(pages, num_kv, scales)
     grid = (num_tokens, triton.cdiv(num_heads, HEADS))
     _rotate_and_store[grid](
         heads,
@@ -147,11 +161,14 @@ def rotate_and_store(
         places.slots,
         places.offsets,
         pages,
+        scales,
         num_heads - 2 * num_kv,
         num_kv,
         0.0 if norm is None else norm.eps,
         *pages.stride()[:4],
         HAS_NORM=norm is not None,
+        SCALED=scales is not None,
+        LIMIT=FLOAT8_LIMIT,
         ROTATED=rotated,
         DIM=dim,
         HALF_BLOCK=triton.next_power_of_2(max(rotated // 2, 1)),

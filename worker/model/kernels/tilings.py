@@ -61,7 +61,7 @@ _PREFILL: Final[dict[tuple[int, int], Tiling]] = {
     (4, 128): Tiling(32, 32, 4, 2),
     (4, 256): Tiling(16, 16, 4, 2),
 }
-"""(bytes of an element in the pages, width of a head up to) -> tiling."""
+"""(bytes of an element of the pages or the query, the larger; width of a head up to) -> tiling."""
 
 
 def width_of(head_dim: int) -> int:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from worker.model.page_numbers import FLOAT8
 from worker.model.step import GroupGeometry, SequenceSlice, order, visible_blocks
 from worker.model.step_metadata import MetadataShape, StepMetadata, describe_step
-from worker.model.triton_attention import FLOAT8, KernelPages
+from worker.model.triton_attention import KernelPages
 
 SLOTS = 96
 

@@ -17,9 +17,10 @@ from tests.support.devices import DEVICES, usable
 from tests.worker.model.kernels.paged_case import Layer, PagedCase
 from worker.model.errors import AttentionInputError
 from worker.model.kernels import tilings
+from worker.model.page_numbers import FLOAT8
 from worker.model.step import GroupGeometry
 from worker.model.step_metadata import MetadataShape, StepMetadata
-from worker.model.triton_attention import FLOAT8, KernelPages, TritonAttention, read, write
+from worker.model.triton_attention import KernelPages, TritonAttention, read, write
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 MIXED = ((0, 1), (5, 1), (37, 1), (0, 9), (13, 20))
@@ -168,7 +169,9 @@ class TestRefusals:
     def test_another_dtype(self) -> None:
         case = PagedCase(Layer(), [(3, 5)])
         metadata = case.metadata()
-        with pytest.raises(AttentionInputError, match=r"expected query in torch\.float16"):
+        with pytest.raises(
+            AttentionInputError, match=r"expected query in torch\.float32.*got torch\.float16"
+        ):
             read(case.pages, metadata, case.query.half(), 1.0)
         eight = PagedCase(Layer(**FP8), [(3, 5)])
         with pytest.raises(AttentionInputError, match="expected key and value"):

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import rms_norm, silu
 
 from worker.model.errors import AttentionInputError
+from worker.model.page_numbers import FLOAT8, PageNumbers
 
 rotary: Any = pytest.importorskip("worker.model.kernels.rotary", exc_type=ModuleNotFoundError)
 activation: Any = pytest.importorskip(
@@ -104,3 +105,20 @@ def test_silu_product(width: int) -> None:
     both = random(3, 2 * width)
     expected = silu(both[:, :width]) * both[:, width:]
     torch.testing.assert_close(activation.silu_product(both), expected)
+
+
+def test_float8_pages_hold_what_the_row_over_its_scale_is() -> None:
+    """Bit for bit what the reference stores of the turned rows."""
+    heads, angles = random(3, 7, 16), random(3, 16)
+    heads[1, -1] *= 1e4
+    scales = torch.tensor([[1.5, 0.3], [0.7, 2.5]], device=DEVICE)
+    pages = torch.zeros(SLOTS, 2, 2, TOKENS_PER_BLOCK, 16, dtype=FLOAT8, device=DEVICE)
+    places = [torch.arange(3, dtype=torch.int32, device=DEVICE)] * 2
+    both = rotary.Rotary(angles, angles), rotary.Places(*places)
+    rotary.rotate_and_store(heads, both[0], None, both[1], pages, scales)
+    expected = PageNumbers(pages, 2, scales).stored(heads[:, 3:].view(3, 2, 2, 16))
+    found = pages[[0, 1, 2], :, :, [0, 1, 2]]
+    assert torch.equal(found.float(), expected.float())
+    assert (found[1, 1, 1].float().abs() == 448).any()
+    with pytest.raises(AttentionInputError, match="got none"):
+        rotary.rotate_and_store(heads, both[0], None, both[1], pages)
