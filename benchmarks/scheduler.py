@@ -36,7 +36,17 @@ from worker.demand import PageDemand
 from worker.engine import Engine, EngineLimits, EngineParts
 from worker.inbox import FrontEndCommand
 from worker.messages import Generate, SamplingParams, StepOutput, StopRule
-from worker.ports import Clock, Drawn, Executor, Output, Slice, SliceResult, StepRows, Transfers
+from worker.ports import (
+    Clock,
+    Drawn,
+    EndedStep,
+    Executor,
+    LaunchedStep,
+    Output,
+    Slice,
+    StepRows,
+    Transfers,
+)
 from worker.prefixes import PullLimits
 from worker.ranks import RankManager
 
@@ -71,9 +81,14 @@ class NoCopies(PageCopier):
 class NoModel(Executor):
     """Draws the same token everywhere."""
 
+    @property
     @override
-    def execute(self, slices: Sequence[Slice]) -> list[SliceResult]:
-        return [tuple(Drawn(7, None) for _ in part.draws) for part in slices]
+    def depth(self) -> int:
+        return 1
+
+    @override
+    def launch(self, slices: Sequence[Slice]) -> LaunchedStep:
+        return EndedStep([tuple(Drawn(7, None) for _ in part.draws) for part in slices])
 
 
 class NoTransfers(Transfers):

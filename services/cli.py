@@ -187,6 +187,22 @@ BatchOption = Annotated[
 RunningOption = Annotated[
     int | None, typer.Option(help="Sequences of one step (default: 64).", rich_help_panel=CAPACITY)
 ]
+GraphsOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--decode-graphs/--no-decode-graphs",
+        help="Decode in CUDA graphs (default: no).",
+        rich_help_panel=CAPACITY,
+    ),
+]
+UnderWayOption = Annotated[
+    int | None,
+    typer.Option(
+        "--steps-under-way",
+        help="2: a step begins before the last one's results are seen (default: 1).",
+        rich_help_panel=CAPACITY,
+    ),
+]
 DemotionOption = Annotated[
     int | None,
     typer.Option(
@@ -287,6 +303,8 @@ def serve(  # noqa: PLR0913  one parameter an option is how typer works
     max_sequence_tokens: SequenceOption = None,
     max_batch_tokens: BatchOption = None,
     max_running: RunningOption = None,
+    decode_graphs: GraphsOption = None,
+    steps_under_way: UnderWayOption = None,
     ctx_demote_uncached_tokens: DemotionOption = None,
     ctx_demote_max_iters: DemotionStepsOption = None,
     runtime_hooks: HooksOption = None,

@@ -113,6 +113,10 @@ class ServeConfig(BaseModel):
     max_sequence_tokens: AutoInt = Field(default=None, ge=1)
     max_batch_tokens: int = Field(default=512, ge=1)
     max_running: int = Field(default=64, ge=1)
+    decode_graphs: bool = False
+    """Decode in CUDA graphs, where the device and the model's family have them."""
+    steps_under_way: int = Field(default=1, ge=1, le=2)
+    """2: a step begins before the results of the one before it are seen."""
     ctx_demote_uncached_tokens: int | None = Field(default=None, ge=1)
     """Prompts that lack more tokens than this let others go first for a while; None: none does.
     The environment may say both (PAGEFERRY_CTX_DEMOTE_*)."""

@@ -131,6 +131,8 @@ def worker_config(
         max_sequence_tokens=config.max_sequence_tokens,
         max_batch_tokens=config.max_batch_tokens,
         max_running=config.max_running,
+        decode_graphs=config.decode_graphs,
+        steps_under_way=config.steps_under_way,
         ctx_demote_uncached_tokens=config.ctx_demote_uncached_tokens,
         ctx_demote_max_iters=config.ctx_demote_max_iters,
         runtime_hooks=config.runtime_hooks,

@@ -32,13 +32,12 @@ from worker.hook_declarations import declared_hooks
 from worker.interpreter import SharedInterpreter
 from worker.leading import LeaderTransfers
 from worker.messages import SamplingParams
+from worker.model.assembly import BucketedSteps, PlainSteps, StepLimits, can_capture
 from worker.model.dp_ranks import DpRanks
 from worker.model.dp_runner import DpRunner
 from worker.model.loader import LoadedModel, load_model
-from worker.model.networks import network_of
 from worker.model.rank_sum import OnlyRank as WholeModel
 from worker.model.rank_sum import RankSum
-from worker.model.runner import ModelRunner
 from worker.ports import Agreement, CacheManager, Clock, Draw, OnlyRank, Output, Slice, Transfers
 from worker.prefixes import PullLimits
 from worker.rank_meeting import RankMeeting
@@ -116,10 +115,18 @@ def load_core(
     refuse_idle(hooks, plan)
     planner = planner_of(hooks, config)
     cache = manager_class(hooks, UnifiedKVCacheManager)
-    network = network_of(loaded)
+    is_dp = isinstance(ranks, DpRanks)
+    graphs = config.decode_graphs and can_capture(loaded) and not is_dp
+    steps = BucketedSteps(loaded) if graphs else PlainSteps(loaded)
+    # A row that nobody wants would change a recurrent state in place.
+    has_states = any(group.life_cycle.is_state for group in plan.layer_groups)
+    depth = 1 if has_states else config.steps_under_way
 
-    def executor_over(storage: TorchStorage) -> RankExecutor:
-        return executor_of(ModelRunner(loaded, plan, storage, network), loaded)
+    def executor_over(storage: TorchStorage, longest: int = limit) -> RankExecutor:
+        runner = steps.runner(plan, storage, StepLimits(config.max_running, longest))
+        if isinstance(ranks, DpRanks):
+            return DpExecutor(DpRunner(runner, ranks), loaded.device)
+        return ModelExecutor(runner, loaded.device, depth)
 
     memory = memory_of(loaded.device)
     candidate = Candidate(
@@ -159,23 +166,17 @@ def load_core(
     )
     if memory is not None:
         limit_torch(memory, size.needs, hooks.torch_mem_safety_margin)
-    executor = executor_over(storage)
+    executor = executor_over(storage, longest)
     return RankCore(
         loaded, hooks, planner, plan, storage, pages, pages_over, executor, demand, longest
     )
 
 
-def executor_of(runner: ModelRunner, loaded: LoadedModel) -> RankExecutor:
-    """What this rank computes steps with."""
-    if isinstance(loaded.ranks, DpRanks):
-        return DpExecutor(DpRunner(runner, loaded.ranks), loaded.device)
-    return ModelExecutor(runner, loaded.device)
-
-
 def warm_up(core: RankCore) -> None:
-    """Compute a short prompt and one more token, so that the first request finds everything in
-    place. All ranks do so at once.
+    """Capture decode steps, then compute a short prompt and one more token, so that the first
+    request finds everything in place. All ranks do so at once.
     """
+    core.executor.prepare()
     manager = RankManager(core.pages)
     tokens = np.zeros(min(WARM_UP_TOKENS, core.max_sequence_tokens - 1) + 1, dtype=np.int32)
     cache = manager.open(b"", tokens, max_match=0)

@@ -14,7 +14,6 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from transfer.wire import pack_ints
 from worker.counters import Counters
 from worker.demand import PageDemand
 from worker.leases import LeaseBook
@@ -63,6 +62,8 @@ class Desk:
     outbox: Outbox = field(default_factory=Outbox)
     counters: Counters = field(default_factory=Counters)
     next_key: int = 0
+    departing: dict[int, Sequence] = field(default_factory=dict)
+    """Finished sequences whose pages steps under way still touch."""
 
     def add_sequence(
         self,
@@ -80,17 +81,35 @@ class Desk:
         return sequence
 
     def finish(self, sequence: Sequence) -> None:
-        """Nothing more is wanted: verified tokens stay in the prefix tree, the pages go back."""
+        """Nothing more is wanted: verified tokens stay in the prefix tree, the pages go back once
+        no step touches them any more.
+        """
         computing = sequence.state is SequenceState.RUNNING
         sequence.enter(SequenceState.FINISHED)
-        if sequence.cache is not None:
+        if sequence.under_way:
+            self.departing[sequence.key] = sequence
+        else:
             if computing:
                 self.commit(sequence)
-            sequence.cache.close()
-            sequence.cache = None
+            self._close(sequence)
         del self.sequences[sequence.key]
         del sequence.leg.sequences[sequence.key]
         self.let_go(sequence)
+
+    def touched(self, sequence: Sequence) -> None:
+        """A step that computed for the sequence is over; ``under_way`` says what is left."""
+        if sequence.rebased is not None:
+            self.manager.release(sequence.rebased)
+            sequence.rebased = None
+        if not sequence.under_way and self.departing.pop(sequence.key, None) is not None:
+            self.commit(sequence)
+            self._close(sequence)
+
+    @staticmethod
+    def _close(sequence: Sequence) -> None:
+        if sequence.cache is not None:
+            sequence.cache.close()
+            sequence.cache = None
 
     def let_go(self, sequence: Sequence) -> None:
         """What was held back by this sequence may start."""
@@ -100,10 +119,20 @@ class Desk:
         sequence.holds_back.clear()
 
     def commit(self, sequence: Sequence) -> None:
-        """Enter everything final into the prefix tree."""
+        """Enter everything final into the prefix tree.
+
+        Where the tree has a block already, the sequence goes on with the tree's pages; its own stay
+        with it while a step reads them.
+        """
         cache = sequence.cache
-        if cache is not None and cache.committed < cache.history:
-            cache.commit(sequence.tokens.span(cache.committed, cache.history))
+        if cache is None or cache.committed >= cache.history:
+            return
+        if sequence.under_way:
+            block = self.demand.tokens_per_block
+            first, end = cache.committed // block, cache.history // block
+            if first < end:
+                sequence.rebased = cache.lease(first, end)
+        cache.commit(sequence.tokens.span(cache.committed, cache.history))
 
     def keep_states(self, sequence: Sequence, snapshot: StateSnapshot | None) -> None:
         """Commit with the state at each snapshot point that the last step reached; ``snapshot`` was
@@ -154,7 +183,7 @@ class Desk:
                 request_id=leg.request_id,
                 choice=choice,
                 start=index,
-                tokens=pack_ints((token,)),
+                tokens=token.to_bytes(4, "little"),
                 logprobs=() if logprob is None else (logprob,),
                 finish=finish,
             ),
@@ -214,12 +243,12 @@ class Desk:
 
     def draws(self, sequence: Sequence) -> tuple[Draw, ...]:
         """What to draw from the logits of the sequence's last token, one draw a choice."""
-        leg, length = sequence.leg, sequence.tokens.length
+        leg, known = sequence.leg, sequence.tokens.length
         prompt, sampling, stop = leg.prompt, leg.sampling, leg.stop
         prompt_tokens = len(prompt)
-        index = length - prompt_tokens
+        index = known + sequence.draws_under_way - prompt_tokens
         banned = stop.stop_token_ids if index < stop.min_tokens else ()
-        output: npt.NDArray[np.int32] = sequence.tokens.span(prompt_tokens, length)
+        output: npt.NDArray[np.int32] = sequence.tokens.span(prompt_tokens, known)
         if len(sequence.choices) == 1:
             return (Draw(sampling, sequence.choices[0], index, prompt, output, banned),)
         return tuple(

@@ -4,14 +4,14 @@ computes what lives on it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from typing_extensions import override
 
-from worker.executor import RankExecutor, draw_from, to_compute, wait_for
+from worker.executor import RankExecutor, draw_from, nothing_left, to_compute, wait_for
 from worker.model.dp_runner import DpRunner
-from worker.ports import Slice, SliceResult, StepRows, step_rows
+from worker.ports import EndedStep, LaunchedStep, Slice, StepRows, step_rows
 
 
 class DpExecutor(RankExecutor):
@@ -22,16 +22,28 @@ class DpExecutor(RankExecutor):
         self._device = device
 
     @override
-    def execute(self, slices: Sequence[Slice]) -> list[SliceResult]:
+    def prepare(self) -> None:
+        return  # nothing is captured
+
+    @property
+    @override
+    def depth(self) -> int:
+        return 1
+
+    @override
+    def launch(self, slices: Sequence[Slice]) -> LaunchedStep:
         rows = step_rows(slices, self._runner.size)
         own = [part for part in slices if part.dp_rank == self._runner.rank]
         logits = self._forward(own, [bool(part.draws) for part in own], rows)
-        return draw_from(logits, slices, self._device)
+        return EndedStep(draw_from(logits, slices, self._device))
 
     @override
-    def compute(self, slices: Sequence[Slice], drawing: Sequence[bool], rows: StepRows) -> None:
+    def begin(
+        self, slices: Sequence[Slice], drawing: Sequence[bool], rows: StepRows
+    ) -> Callable[[], None]:
         self._forward(slices, drawing, rows)
         wait_for(self._device)
+        return nothing_left
 
     @override
     def rehearse(self, slices: Sequence[Slice]) -> None:
@@ -42,7 +54,7 @@ class DpExecutor(RankExecutor):
             self.execute(of_all)
         else:
             rows = step_rows(of_all, self._runner.size)
-            self.compute(slices, [bool(part.draws) for part in slices], rows)
+            self.begin(slices, [bool(part.draws) for part in slices], rows)()
 
     def _forward(
         self, slices: Sequence[Slice], drawing: Sequence[bool], rows: StepRows

@@ -77,7 +77,13 @@ class DpGroup:
 
     def step(self) -> list[tuple[Sequence, Slice]]:
         """Choose the group's part of the next step and get its pages."""
-        batch = self.board.step()
+        return self._placed(self.board.step())
+
+    def step_ahead(self) -> list[tuple[Sequence, Slice]]:
+        """The same while a step is under way; empty where it would take pages from somebody."""
+        return self._placed(self.board.step_ahead())
+
+    def _placed(self, batch: list[tuple[Sequence, Slice]]) -> list[tuple[Sequence, Slice]]:
         if self.number == 0:
             return batch
         return [(sequence, part._replace(dp_rank=self.number)) for sequence, part in batch]

@@ -1,8 +1,10 @@
-"""The one loop of a worker: drain the inbox, admit, compute one step, commit, tell the front ends.
+"""The one loop of a worker: drain the inbox, admit, launch a step, take the results of one, commit,
+tell the front ends.
 
 The engine thread owns every leg, sequence, page and the model. It has no role of its own: context
-and generation legs run in the same steps. With nothing to do it sleeps on the inbox until a message
-or the next deadline.
+and generation legs run in the same steps. Where the executor lets two steps be under way, the
+results taken are those of the step before the one just launched. With nothing to do it sleeps on
+the inbox until a message or the next deadline.
 """
 
 from __future__ import annotations
@@ -47,8 +49,9 @@ from worker.ports import (
     step_rows,
 )
 from worker.prefixes import PullLimits
-from worker.requests import Sequence
+from worker.requests import Sequence, SequenceState
 from worker.scheduler import Demotion
+from worker.steps import Batch, StepsUnderWay
 
 GAUGES_EVERY_MS = 100
 
@@ -120,6 +123,7 @@ class Engine:
             for number, group in enumerate((own, *parts.others))
         )
         self._placing = Placing(self._groups, self._outbox, limits.planner)
+        self._steps = StepsUnderWay([group.desk for group in self._groups], parts.executor)
         self._stopped: str | None = None
         self._doubtful_since_ms: int | None = None
         self._gauges: WorkerGauges | None = None
@@ -156,6 +160,8 @@ class Engine:
         self._watch_quarantine()
         if self._stopped is not None:
             self._fail_everything(self._stopped)
+            while self._steps:
+                self._take_results()
         progress = self._stopped is None and self._advance()
         for group in self._groups:
             group.desk.manager.flush()
@@ -180,22 +186,34 @@ class Engine:
     def _advance(self) -> bool:
         legs = self._legs()
         moved = sum([group.board.admit() for group in self._groups]) > 0
-        batches = [group.step() for group in self._groups]
+        batches = self._plan_step()
         batch = [pair for part in batches for pair in part]
-        if not batch:
+        if batch:
+            self._counters.steps += 1
+            rows = step_rows([part for _, part in batch], len(self._groups))
+            for group, own in zip(self._groups, batches, strict=True):
+                own_slices = [part for _, part in own]
+                group.desk.manager.run_step(self._counters.steps, own_slices, rows)
+            self._parts.interpreter.share()
+            self._steps.launch(self._counters.steps, batch)
+        if self._steps and (not batch or len(self._steps) >= self._parts.executor.depth):
+            self._take_results()
+        elif not batch:
             # One that ended left pages to others.
             return moved or self._legs() < legs or self._placing.waiting > 0
-        self._counters.steps += 1
-        slices = [part for _, part in batch]
-        rows = step_rows(slices, len(self._groups))
-        for group, own in zip(self._groups, batches, strict=True):
-            own_slices = [part for _, part in own]
-            group.desk.manager.run_step(self._counters.steps, own_slices, rows)
-        self._parts.interpreter.share()
-        results = self._parts.executor.execute(slices)
-        for (sequence, part), result in zip(batch, results, strict=True):
-            self._computed(self._groups[part.dp_rank], sequence, part, result)
         return True
+
+    def _plan_step(self) -> list[Batch]:
+        """Each group's part of the next step."""
+        if not self._steps:
+            return [group.step() for group in self._groups]
+        if self._steps.can_go_ahead:
+            return [group.step_ahead() for group in self._groups]
+        return [() for _ in self._groups]
+
+    def _take_results(self) -> None:
+        for sequence, part, result in self._steps.take():
+            self._computed(self._groups[part.dp_rank], sequence, part, result)
 
     def _legs(self) -> int:
         return sum([len(group.desk.legs) for group in self._groups])
@@ -204,24 +222,26 @@ class Engine:
         self, group: DpGroup, sequence: Sequence, part: Slice, result: SliceResult
     ) -> None:
         leg = sequence.leg
-        if leg.ended:
-            return  # another slice of the same leg failed in this step
+        if sequence.state is SequenceState.FINISHED:
+            return  # what nobody wants any more
         if isinstance(result, RowFailed):
             ending = Ending("failed", "bad_logits", result.reason, retryable=True)
             group.desk.end(leg, ending)
             return
         assert sequence.cache is not None
-        decoding = part.start >= leg.prompt_tokens and len(part.tokens) == 1
-        if decoding:
+        tokens = len(part.tokens)
+        if tokens == 1 and part.start >= leg.prompt_tokens:
             self._counters.decode_tokens += 1
         else:
-            leg.prefill_tokens += len(part.tokens)
-            self._counters.prefill_tokens += len(part.tokens)
-        sequence.last_step = self._counters.steps
-        sequence.cache.advance(part.start + len(part.tokens))
+            leg.prefill_tokens += tokens
+            self._counters.prefill_tokens += tokens
+        sequence.cache.advance(part.start + tokens)
         if sequence.snapshot_points:
             group.desk.keep_states(sequence, part.snapshot)
         self._commit(group, sequence)
+        if len(part.draws) > len(sequence.choices):  # the front end has stopped some since
+            pairs = zip(part.draws, result, strict=True)
+            result = tuple(drawn for draw, drawn in pairs if draw.choice in sequence.choices)
         group.role(leg).computed(sequence, result)
 
     def _commit(self, group: DpGroup, sequence: Sequence) -> None:

@@ -17,7 +17,7 @@ from transfer.prefix import Prefix
 from transfer.wire import unpack_ints
 from worker.agreement import fact_of
 from worker.group_facts import group_fact_of
-from worker.oplog import LogEntries, Operation, ReleaseLease, RunStep, StepChecksum
+from worker.oplog import EndStep, LogEntries, Operation, ReleaseLease, RunStep, StepChecksum
 from worker.ports import Slice, StepRows, Transfers
 from worker.rank_facts import GroupFact
 from worker.replica import RankReplica
@@ -46,9 +46,11 @@ class FollowerTransfers(Transfers, Protocol):
 class Partner(Protocol):
     """The model of a follower."""
 
-    def compute(self, slices: Sequence[Slice], drawing: Sequence[bool], rows: StepRows) -> None:
+    def begin(
+        self, slices: Sequence[Slice], drawing: Sequence[bool], rows: StepRows
+    ) -> Callable[[], None]:
         """This rank's part of a step. ``drawing`` says from which slices the leader draws,
-        ``rows`` what all dp groups compute.
+        ``rows`` what all dp groups compute. What is returned waits for the end of the step.
         """
 
 
@@ -67,6 +69,7 @@ class RankFollower(RankReplica):
         self._partner = partner
         self._tell = tell
         self._names: dict[int, int] = {}
+        self._ends: dict[int, Callable[[], None]] = {}
 
     def report(self, event: AgentEvent) -> None:
         """Tell the leader what this rank's agent reports. In the agent's thread."""
@@ -90,7 +93,7 @@ class RankFollower(RankReplica):
     def _run(self, step: RunStep) -> None:
         super()._run(step)
         self.steps.pop()
-        self._partner.compute(
+        self._ends[step.step] = self._partner.begin(
             [
                 Slice(
                     part.sequence,
@@ -99,6 +102,7 @@ class RankFollower(RankReplica):
                     self.tables(part.sequence),
                     (),
                     self.snapshot(part),
+                    part.feed,
                 )
                 for part in step.slices
             ],
@@ -109,10 +113,13 @@ class RankFollower(RankReplica):
     @override
     def _apply(self, operation: Operation) -> None:
         match operation:
+            case EndStep():
+                self._ends.pop(operation.step)()
             case ReadyTransfer() | ShipTransfer():
                 self._lend(operation)
             case ReleaseLease():
-                del self._names[id(self.lease(operation.lease))]
+                # No transfer had it where it kept pages for a step under way.
+                self._names.pop(id(self.lease(operation.lease)), None)
                 super()._apply(operation)
             case GrantTransfer():
                 self._transfers.grant(

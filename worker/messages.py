@@ -43,6 +43,13 @@ class SamplingParams(Message):
     temperature.
     """
 
+    @property
+    def looks_back(self) -> bool:
+        """Whether a draw depends on the output tokens before it otherwise than by the logits."""
+        return bool(
+            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        )
+
 
 class StopRule(Message):
     """When a choice ends. Stop strings are the front end's business, which then sends

@@ -149,6 +149,7 @@ class QuarantineLease(Message):
 class RunSlice(Message):
     """Tokens ``[start, start + number of tokens)`` of one sequence. ``draws``: its last logits are
     wanted. ``keeps``: length at which its state is kept in the pending slot, 0 for nowhere.
+    ``feed``: as of :class:`worker.ports.Slice`.
     """
 
     sequence: int
@@ -156,10 +157,18 @@ class RunSlice(Message):
     tokens: bytes
     draws: bool
     keeps: int = 0
+    feed: int | None = None
+
+
+class EndStep(Message):
+    """The leader has the results of a step: what follows may need its pages to be final."""
+
+    kind: Literal["step_end"] = "step_end"
+    step: int
 
 
 class RunStep(Message):
-    """Compute one step: these slices here, while every dp group has ``rows`` tokens and ``draws``
+    """Begin one step: these slices here, while every dp group has ``rows`` tokens and ``draws``
     slices that draw. Both are empty where there is one group.
     """
 
@@ -186,7 +195,8 @@ PageOperation = Annotated[
     | LeaseBlocks
     | ReleaseLease
     | QuarantineLease
-    | RunStep,
+    | RunStep
+    | EndStep,
     Field(discriminator="kind"),
 ]
 

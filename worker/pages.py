@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
+
+import numpy as np
 
 from worker.chunks import ChunkRules
 from worker.context import ContextRole
@@ -30,6 +33,9 @@ from worker.scheduler import (
     plan_step,
 )
 from worker.survey import LEG_PHASES, RECEIVING, Survey
+
+UNKNOWN: Final = np.zeros(1, dtype=np.int32)
+"""In place of a token that is being drawn."""
 
 
 class Opening(Enum):
@@ -177,18 +183,38 @@ class PageBoard:
     def _role(self, leg: LegRecord) -> Role:
         return self.context if leg.kind == "context" else self.generation
 
-    def step(self) -> list[tuple[Sequence, Slice]]:
-        """Choose the chunks of the next step and get their pages."""
+    def step_ahead(self) -> list[tuple[Sequence, Slice]]:
+        """The next step, while one is under way. Empty where it would have to take pages from
+        somebody: that waits until nobody's pages are touched.
+        """
         rows = self.survey.rows()
         if not rows:
             return []
         plan = plan_step(rows, self._limits(), self.survey.ahead())
-        for key in plan.demoted:
-            self.desk.sequences[key].demoted_steps += 1
+        batch = [(self.desk.sequences[chunk.key], chunk) for chunk in plan.chunks]
+        if not all(
+            self._has_pages(sequence, chunk.tokens) or self._grow(sequence, chunk.tokens, [])
+            for sequence, chunk in batch
+        ):
+            return []
+        self._count_demoted(plan)
+        return [(sequence, self._slice(sequence, chunk)) for sequence, chunk in batch]
+
+    def step(self) -> list[tuple[Sequence, Slice]]:
+        """Choose the chunks of the next step and get their pages, while none is under way."""
+        rows = self.survey.rows()
+        if not rows:
+            return []
+        plan = plan_step(rows, self._limits(), self.survey.ahead())
+        self._count_demoted(plan)
         batch = self._allocate(plan)
         if not batch:
             self._check_progress(plan)
         return [(sequence, self._slice(sequence, chunk)) for sequence, chunk in batch]
+
+    def _count_demoted(self, plan: StepPlan) -> None:
+        for key in plan.demoted:
+            self.desk.sequences[key].demoted_steps += 1
 
     def _allocate(self, plan: StepPlan) -> list[tuple[Sequence, Chunk]]:
         victims = list(plan.victims)
@@ -207,12 +233,16 @@ class PageBoard:
             return batch  # nobody was suspended for another
         return [pair for pair in batch if pair[0].state is SequenceState.RUNNING]
 
+    def _has_pages(self, sequence: Sequence, tokens: int) -> bool:
+        cache = sequence.cache
+        return cache is not None and sequence.next_position + tokens <= cache.capacity
+
     def _grow(self, sequence: Sequence, tokens: int, victims: list[int]) -> bool:
         """Pages for the next ``tokens`` tokens, if need be those of younger sequences."""
         assert sequence.cache is not None
         # Whole blocks, so that the manager is asked once a block and not once a token.
         block = self.desk.demand.tokens_per_block
-        capacity = self.desk.demand.blocks(sequence.cache.history + tokens) * block
+        capacity = self.desk.demand.blocks(sequence.next_position + tokens) * block
         while not sequence.cache.grow(capacity):
             while victims and self._gone(victims[0]):
                 victims.pop(0)
@@ -260,8 +290,8 @@ class PageBoard:
         return True
 
     def _pages_may_come(self) -> bool:
-        """Whether a transfer holds pages."""
-        return bool(self.desk.leases.outstanding) or any(
+        """Whether a transfer holds pages, or a step those of a finished sequence."""
+        return bool(self.desk.leases.outstanding or self.desk.departing) or any(
             leg.state in RECEIVING for leg in self.desk.legs
         )
 
@@ -286,9 +316,12 @@ class PageBoard:
     def _slice(self, sequence: Sequence, chunk: Chunk) -> Slice:
         cache, known = sequence.cache, sequence.tokens
         assert cache is not None
-        start = cache.history
-        end = start + chunk.tokens
-        draws = self.desk.draws(sequence) if end == known.length else ()
+        start = cache.history + sequence.under_way
+        end, length = start + chunk.tokens, known.length
+        draws = self.desk.draws(sequence) if end == length + sequence.draws_under_way else ()
+        if end > length:
+            tables = cache.block_tables()
+            return Slice(cache.name, UNKNOWN, start, tables, draws, feed=sequence.feed)
         slot = None if chunk.keep is None else cache.acquire_snapshot_slot()
         snapshot = None if chunk.keep is None or slot is None else StateSnapshot(chunk.keep, slot)
         tables = cache.block_tables()

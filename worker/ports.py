@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,9 @@ from transfer.prefix import Prefix
 from worker.inbox import RankReported
 from worker.messages import SamplingParams, StepOutput
 from worker.token_runs import TokenLogprob
+
+GREEDY_TEMPERATURE: Final = 1e-5
+"""Below this, dividing by the temperature says nothing that argmax does not."""
 
 
 class Clock(Protocol):
@@ -186,9 +189,12 @@ class CacheManager(Protocol):
         """A line for the log about what the cache did; None while none is due."""
 
     def run_step(self, step: int, slices: Sequence[Slice], rows: StepRows) -> None:
-        """This step is computed now, on every rank: these slices on those of this dp group, which
+        """This step is launched now, on every rank: these slices on those of this dp group, which
         are among ``rows``.
         """
+
+    def end_step(self, step: int) -> None:
+        """The results of this step were taken: what comes now is behind its end on every rank."""
 
     def flush(self) -> None:
         """The engine rests: every rank is to know what was done up to here."""
@@ -263,15 +269,35 @@ class OnlyRank(Agreement):
 
 
 class Draw(NamedTuple):
-    """One token to draw from a slice's logits."""
+    """One token to draw from a row of logits. Nothing else decides which token the row gives.
+
+    ``output_index`` counts the output tokens before this one; with the seed and the choice it is
+    the whole key of the noise. ``output_tokens`` lacks one that is being drawn. ``banned`` tokens
+    are never drawn.
+    """
 
     params: SamplingParams
     choice: int
     output_index: int
     prompt_tokens: npt.NDArray[np.int32]
     output_tokens: npt.NDArray[np.int32]
-    banned: tuple[int, ...]
-    """Tokens that may not be drawn."""
+    banned: tuple[int, ...] = ()
+
+    @property
+    def is_greedy(self) -> bool:
+        """The most likely token is taken; no noise."""
+        return self.params.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def changes_logits(self) -> bool:
+        """Something is added to or taken from the model's logits before temperature."""
+        return bool(self.banned or self.params.logit_bias or self.params.looks_back)
+
+    @property
+    def is_filtered(self) -> bool:
+        """Unlikely tokens are cut off."""
+        params = self.params
+        return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
 class StateSnapshot(NamedTuple):
@@ -293,6 +319,10 @@ class Slice(NamedTuple):
     """Drawn from the logits of its last token; empty for a chunk before the end."""
     snapshot: StateSnapshot | None = None
     """A state to be kept in mid-chunk; only where the engine was told that the model can."""
+    feed: int | None = None
+    """Of a step launched while the one before it is under way: the one token is what that step
+    draws as number ``feed`` of all its draws in order, and ``tokens`` says nothing.
+    """
     dp_rank: int = 0
     """The dp group that the sequence lives on."""
 
@@ -333,15 +363,45 @@ class RowFailed:
 SliceResult = tuple[Drawn, ...] | RowFailed
 
 
+class LaunchedStep(Protocol):
+    """A step that is under way."""
+
+    def wait(self) -> list[SliceResult]:
+        """One result a slice, in order, once KV of all its slices is final in the pages' memory.
+        Called once. Raises only when the worker as a whole is unusable.
+        """
+
+
 class Executor(Protocol):
-    """Model and sampler. When ``execute`` returns, KV of all slices is final in the pages'
-    memory.
+    """Model and sampler. Steps, and copies of pages, take effect in the order of the calls; only
+    what a peer writes or reads has no place in it.
     """
 
-    def execute(self, slices: Sequence[Slice]) -> list[SliceResult]:
-        """One result a slice, in order, which is that of dp groups. Raises only when the worker as
-        a whole is unusable.
+    @property
+    def depth(self) -> int:
+        """Steps that may be under way at once: 2 where a step may begin before the results of the
+        one before it are there, else 1.
         """
+
+    def launch(self, slices: Sequence[Slice]) -> LaunchedStep:
+        """Begin a step. ``slices`` have been read when this returns; their tables may change."""
+
+    def execute(self, slices: Sequence[Slice]) -> list[SliceResult]:
+        """Begin a step and wait for it: one result a slice, in order, which is that of dp groups.
+        Raises only when the worker as a whole is unusable.
+        """
+        return self.launch(slices).wait()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class EndedStep(LaunchedStep):
+    """A step that was over when it was launched."""
+
+    results: list[SliceResult]
+
+    @override
+    def wait(self) -> list[SliceResult]:
+        return self.results
 
 
 class Output(Protocol):

@@ -275,5 +275,9 @@ class RankManager(CacheManager):
         """Nobody else has to compute it."""
 
     @override
+    def end_step(self, step: int) -> None:
+        """Nobody else has to wait for it."""
+
+    @override
     def flush(self) -> None:
         """Nobody else has to hear of it."""

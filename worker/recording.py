@@ -25,6 +25,7 @@ from worker.oplog import (
     CommitLiveSnapshot,
     CommitSequence,
     CommitSnapshot,
+    EndStep,
     ForkSequence,
     GrowSequence,
     GrowToReceive,
@@ -119,6 +120,7 @@ class LeaderManager(RankManager):
                         tokens=pack_ints(part.tokens),
                         draws=bool(part.draws),
                         keeps=0 if part.snapshot is None else part.snapshot.length,
+                        feed=part.feed,
                     )
                     for part in slices
                 ),
@@ -133,6 +135,10 @@ class LeaderManager(RankManager):
             self._compare(follower)
         self.flush()
         self._expected.pop(step - KEPT_STEPS, None)
+
+    @override
+    def end_step(self, step: int) -> None:
+        self.record(EndStep(step=step))
 
     @override
     def flush(self) -> None:

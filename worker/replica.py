@@ -18,6 +18,7 @@ from worker.oplog import (
     CommitLiveSnapshot,
     CommitSequence,
     CommitSnapshot,
+    EndStep,
     ForkSequence,
     GrowSequence,
     GrowToReceive,
@@ -102,6 +103,8 @@ class RankReplica(Follower):
                 self._leases[operation.lease].quarantine()
             case RunStep():
                 self._run(operation)
+            case EndStep():
+                pass  # pages alone wait for nothing
             case AcquireSnapshot() | CommitSnapshot() | CommitLiveSnapshot():
                 self._keep(operation)
             case (

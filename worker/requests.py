@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer.identity import Incarnation, PeerAddress
+from transfer.lease import TransferLease
 from worker.messages import Leg, PrefixSource, SamplingParams, StopRule
 from worker.ports import CacheSequence
 from worker.token_runs import FinishReason
@@ -229,6 +230,18 @@ class Sequence:
     """Key of the last block that it waits for, computed by another sequence."""
     wait_until_step: int | None = None
     """Number of the step at which it waits no longer, set by its first wait."""
+    under_way: int = 0
+    """Tokens that launched steps compute whose results were not taken."""
+    draws_under_way: int = 0
+    """Of those steps, the ones that draw for it. Their tokens count as pending, unknown as they
+    are.
+    """
+    feed: int | None = None
+    """Number of its draw among those of the step launched last, where it can go on from it without
+    anybody having seen the token.
+    """
+    rebased: TransferLease | None = None
+    """Pages that a step under way reads though the sequence uses others by now."""
 
     def enter(self, state: SequenceState) -> None:
         """Change state. Raises InvalidTransition for a pair outside the table."""
@@ -250,14 +263,20 @@ class Sequence:
         return 0 if self.cache is None else self.cache.history
 
     @property
+    def next_position(self) -> int:
+        """The first token that no step has computed or computes."""
+        return self.under_way if self.cache is None else self.cache.history + self.under_way
+
+    @property
     def output_count(self) -> int:
         """Output tokens that it holds."""
-        return len(self.tokens) - self.leg.prompt_tokens
+        return len(self.tokens) - len(self.leg.prompt)
 
     def finish_of(self, token: int) -> FinishReason | None:
         """Whether ``token``, just drawn as the next output token, ends the choice. The last token
         counts as output.
         """
-        if token in self.leg.stop.stop_token_ids:
+        leg = self.leg
+        if token in leg.stop.stop_token_ids:
             return "stop"
-        return "length" if self.output_count + 1 >= self.leg.output_limit else None
+        return "length" if self.output_count + 1 >= leg.output_limit else None

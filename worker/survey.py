@@ -85,16 +85,19 @@ class Survey:
     """The same, where their plan gave nobody anything."""
 
     def rows(self) -> list[Row]:
-        """Running sequences; each has at least one token to compute."""
+        """Running sequences that have at least one token to compute; its value may be the business
+        of a step under way.
+        """
         return [
             Row(
                 one.key,
                 (one.leg.arrival, one.choices[0]),
-                one.tokens.length - cache.history,
+                one.tokens.length + one.draws_under_way - cache.history - one.under_way,
                 one.last_step,
                 one.demoted_steps,
             )
             for one, cache in self._runners()
+            if not one.draws_under_way or one.feed is not None
         ]
 
     def _runners(self) -> list[tuple[Sequence, CacheSequence]]:

@@ -86,7 +86,7 @@ class Comparison:
         if not keys:
             return {}
         try:
-            made = Ours(self._shape, self._device, self._dtype, self._asked)
+            made = Ours(self._shape, self._device, self._dtype, self._asked, self._given.depth)
             made.first_tokens()
         except Exception as error:  # noqa: BLE001  # reported, and the peers are worth having
             self._figures.failed(OURS, keys, error)
@@ -177,6 +177,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=128256)
     parser.add_argument("--scale", type=int, default=1)
+    parser.add_argument(
+        "--depth", type=int, choices=(1, 2), default=1, help="steps under way in the engine loop"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="of a figure, at most")
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="NAME", help="sides, keys or SIDE.KEY"
@@ -209,6 +212,7 @@ def main(given: Sequence[str] | None = None) -> None:
     else:
         result = Comparison(options_given, shape).run()
     result["shape"] = vars(shape)
+    result["depth"] = options_given.depth
     if device.type == "cuda":
         result["device"] = torch.cuda.get_device_name(device)
     report.finish(result, options_given.out)

@@ -19,16 +19,15 @@ from transfer.identity import Incarnation
 from worker.core import MonotonicClock
 from worker.demand import PageDemand
 from worker.engine import Engine, EngineLimits, EngineParts
-from worker.executor import ModelExecutor
 from worker.inbox import FrontEndCommand
 from worker.messages import Generate, SamplingParams, StepOutput, StopRule
 from worker.model.loader import LoadedModel
-from worker.model.runner import ModelRunner
-from worker.ports import Output, Transfers
+from worker.ports import Executor, Output, Transfers
 from worker.prefixes import PullLimits
 from worker.ranks import RankManager
 
 DEADLINE_MS = 3_600_000
+MAX_RUNNING = 256
 
 
 class NoTransfers:
@@ -57,14 +56,14 @@ class Collected(Output):
 
 
 class Loop:
-    """One engine over one runner, driven by the calling thread."""
+    """One engine over one executor, driven by the calling thread."""
 
     def __init__(
         self,
         loaded: LoadedModel,
         plan: LayoutPlan,
         storage: TorchStorage,
-        runner: ModelRunner,
+        executor: Executor,
         max_batch_tokens: int,
     ) -> None:
         self._collected = Collected()
@@ -79,7 +78,7 @@ class Loop:
                 incarnation=Incarnation.mint("benchmark"),
                 manager=manager,
                 transfers=cast(Transfers, NoTransfers()),
-                executor=ModelExecutor(runner, loaded.device),
+                executor=executor,
                 output=self._collected,
                 clock=MonotonicClock(),
                 demand=demand,
@@ -88,7 +87,7 @@ class Loop:
                 max_sequence_tokens=demand.longest(manager.total_slots()),
                 vocab_size=loaded.vocab_size,
                 max_batch_tokens=max_batch_tokens,
-                max_running=256,
+                max_running=MAX_RUNNING,
                 quarantine_limit_blocks=64,
                 quarantine_grace_ms=15_000,
                 pulls=PullLimits(),

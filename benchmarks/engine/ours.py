@@ -11,10 +11,12 @@ import torch
 
 from benchmarks.engine.contest import Entrant, Sample
 from benchmarks.engine.figures import OURS
-from benchmarks.engine.loop import Loop
+from benchmarks.engine.loop import MAX_RUNNING, Loop
 from benchmarks.engine.shape import TOKENS_PER_BLOCK, ModelShape, make_model, make_pages
-from benchmarks.engine.steps import Steps, make_runner
+from benchmarks.engine.steps import Steps
 from benchmarks.engine.workloads import Load, Workloads
+from worker.executor import ModelExecutor
+from worker.model.assembly import BucketedSteps, StepLimits
 
 CHUNK_TOKENS: Final = 8192
 SPARE_BLOCKS: Final = 64
@@ -24,8 +26,14 @@ class Ours:
     """One model, its pages, its runner; the loop is made when it is first asked for."""
 
     def __init__(
-        self, shape: ModelShape, device: torch.device, dtype: torch.dtype, asked: Workloads
+        self,
+        shape: ModelShape,
+        device: torch.device,
+        dtype: torch.dtype,
+        asked: Workloads,
+        depth: int,
     ) -> None:
+        """``depth``: steps under way in the engine loop."""
         self._asked = asked
         with torch.inference_mode():
             self._loaded = make_model(shape, device, dtype)
@@ -34,7 +42,9 @@ class Ours:
             blocks = max(blocks, asked.prefill_tokens // TOKENS_PER_BLOCK) + SPARE_BLOCKS
             self._plan, self._storage = make_pages(self._loaded, blocks)
             longest = max(asked.prefill_tokens, asked.longest - 1)
-            self._runner = make_runner(self._loaded, self._plan, self._storage, longest)
+            limits = StepLimits(MAX_RUNNING, longest)
+            self._runner = BucketedSteps(self._loaded).runner(self._plan, self._storage, limits)
+        self._executor = ModelExecutor(self._runner, device, depth)
         self._steps = Steps(self._runner, device, len(self._plan.layer_groups))
         self._loop: Loop | None = None
 
@@ -59,7 +69,7 @@ class Ours:
 
     def _load_tok_s(self, load: Load) -> float:
         if self._loop is None:
-            self._loop = Loop(self._loaded, self._plan, self._storage, self._runner, CHUNK_TOKENS)
+            self._loop = Loop(self._loaded, self._plan, self._storage, self._executor, CHUNK_TOKENS)
         return self._loop.tok_s(load)
 
 

@@ -9,32 +9,7 @@ import torch
 
 from benchmarks.engine.shape import TOKENS_PER_BLOCK
 from benchmarks.timing import once, wait
-from kvcache_core.layout import LayoutPlan
-from kvcache_core.storage import TorchStorage
-from worker.model.backend import PagedLayers
-from worker.model.capture import CUDAGraphs, RunEachTime
-from worker.model.decode import BUCKETS, DecodeLimits, DecodeRunner, Decoding
-from worker.model.kernel_layers import KERNEL_PARTS
-from worker.model.loader import LoadedModel
-from worker.model.networks import FusedModel
 from worker.model.runner import ModelRunner, SequenceSlice
-from worker.model.triton_backend import TritonBackend
-
-
-def make_runner(
-    loaded: LoadedModel, plan: LayoutPlan, storage: TorchStorage, max_sequence_tokens: int
-) -> ModelRunner:
-    """With kernels in layers, and decode steps in graphs where there are any."""
-    network = FusedModel(loaded, KERNEL_PARTS)
-    on_cuda = loaded.device.type == "cuda"
-
-    def decoding(layers: PagedLayers) -> DecodeRunner:
-        capture = CUDAGraphs(loaded.device) if on_cuda else RunEachTime()
-        limits = DecodeLimits(BUCKETS, max_sequence_tokens)
-        made = Decoding(network, TritonBackend(layers).over, capture, limits)
-        return DecodeRunner(layers.geometries, loaded.device, made)
-
-    return ModelRunner(loaded, plan, storage, network, TritonBackend, decoding)
 
 
 class Steps:

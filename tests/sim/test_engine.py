@@ -31,7 +31,7 @@ BLOCK_OF_SEEDS = 20
 REQUESTS = 20
 MUST_HAPPEN = {
     *("cached tokens", "preemptions", "pulls succeeded", "pulls declined", "pulls failed"),
-    *("deaths", "repairs", "stops", "cancellations", "several"),
+    *("deaths", "repairs", "stops", "cancellations", "several", "rows fed on the device"),
 }
 """In every block of seeds; longer lives cost more and show no more of it."""
 LONGEST = 48
@@ -86,6 +86,7 @@ class Life:
                 replicas=replicas,
                 dp_size=dp_size,
                 planner=rng.choice([None, KvBalance()]),
+                depth=1 if dp_size > 1 else rng.choice([1, 2]),
             ),
         )
 
@@ -258,6 +259,7 @@ class Life:
                 seen["pulls succeeded"] += gauges.pulls_succeeded_total
                 seen["pulls declined"] += gauges.pulls_declined_total
                 seen["pulls failed"] += gauges.pulls_failed_total
+                seen["rows fed on the device"] += worker.executor.fed_rows
         return seen
 
 

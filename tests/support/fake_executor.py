@@ -5,11 +5,15 @@ reads the chain back from the pages of the whole history and raises when any pag
 but the sequence's own prefix: a page reused too early, a wrong table, bytes that never arrived.
 Tokens drawn depend on the last stamp, the seed, the choice and the output index only, so the
 expected output of a request is a pure function (:func:`fake_output`).
+
+As on a device, steps and copies of pages take effect in the order of the calls, at the latest when
+somebody waits for one (:class:`FakeStream`); what peers write and read does so at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +22,7 @@ from typing_extensions import override
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.ports import PageCopier, SlotArray
 from worker.messages import SamplingParams, StopRule
-from worker.ports import Draw, Drawn, Executor, RowFailed, Slice, SliceResult
+from worker.ports import Draw, Drawn, Executor, LaunchedStep, RowFailed, Slice, SliceResult
 from worker.token_runs import TokenLogprob
 
 MASK = (1 << 64) - 1
@@ -30,14 +34,42 @@ class WrongPage(AssertionError):
     """A page holds something else than the sequence that reads it has computed."""
 
 
+class FakeStream:
+    """Work in order, done as late as can be."""
+
+    def __init__(self) -> None:
+        self._queued: deque[Callable[[], None]] = deque()
+        self._started = 0
+        self._done = 0
+
+    def add(self, work: Callable[[], None]) -> int:
+        """Queue work; returns its number."""
+        self._queued.append(work)
+        self._started += 1
+        return self._started
+
+    def wait_for(self, number: int) -> None:
+        """Do everything up to this work."""
+        while self._done < number:
+            self._done += 1
+            self._queued.popleft()()
+
+    def wait(self) -> None:
+        """Do everything."""
+        self.wait_for(self._started)
+
+
 class FakeMemory(PageCopier):
-    """Bytes of all pools: token id and stamp of each token of each slot, by pool group."""
+    """Bytes of all pools: token id and stamp of each token of each slot, by pool group. A copy is
+    waited for.
+    """
 
     def __init__(
         self, plan: LayoutPlan, slots: Sequence[int], host_slots: Sequence[int] = ()
     ) -> None:
         shapes = [(count, plan.tokens_per_block) for count in slots]
         hosted = [(count, plan.tokens_per_block) for count in host_slots]
+        self.stream = FakeStream()
         self.tokens = [np.full(shape, EMPTY, dtype=np.int64) for shape in shapes]
         self.stamps = [np.zeros(shape, dtype=np.uint64) for shape in shapes]
         self.host_tokens = [np.full(shape, EMPTY, dtype=np.int64) for shape in hosted]
@@ -45,11 +77,13 @@ class FakeMemory(PageCopier):
 
     @override
     def copy_slots(self, pool_group: int, sources: SlotArray, targets: SlotArray) -> None:
+        self.stream.wait()
         self.tokens[pool_group][targets] = self.tokens[pool_group][sources]
         self.stamps[pool_group][targets] = self.stamps[pool_group][sources]
 
     @override
     def demote_slots(self, pool_group: int, device_slots: SlotArray, host_slots: SlotArray) -> None:
+        self.stream.wait()
         self.host_tokens[pool_group][host_slots] = self.tokens[pool_group][device_slots]
         self.host_stamps[pool_group][host_slots] = self.stamps[pool_group][device_slots]
         self.tokens[pool_group][device_slots] = EMPTY
@@ -58,6 +92,7 @@ class FakeMemory(PageCopier):
     def onboard_slots(
         self, pool_group: int, host_slots: SlotArray, device_slots: SlotArray
     ) -> None:
+        self.stream.wait()
         self.tokens[pool_group][device_slots] = self.host_tokens[pool_group][host_slots]
         self.stamps[pool_group][device_slots] = self.host_stamps[pool_group][host_slots]
 
@@ -135,26 +170,95 @@ def fake_output(
     return output
 
 
+class FakeStep(LaunchedStep):
+    """A step of a :class:`FakeExecutor`: computed in its turn, before its results are taken."""
+
+    def __init__(self, slices: Sequence[Slice], stream: FakeStream) -> None:
+        tables = [tuple(table.copy() for table in part.block_tables) for part in slices]
+        pairs = zip(slices, tables, strict=True)
+        self.slices = [
+            part._replace(tokens=part.tokens.copy(), block_tables=own) for part, own in pairs
+        ]
+        self.results: list[SliceResult] = []
+        self.is_over = False
+        self.number = 0
+        self._stream = stream
+
+    @property
+    def drawn(self) -> list[int]:
+        """The tokens of all draws in order; of a failed row whatever."""
+        return [
+            token
+            for part, result in zip(self.slices, self.results, strict=True)
+            for token in (
+                [0] * len(part.draws)
+                if isinstance(result, RowFailed)
+                else [drawn.token for drawn in result]
+            )
+        ]
+
+    @override
+    def wait(self) -> list[SliceResult]:
+        self._stream.wait_for(self.number)
+        self.is_over = True
+        return self.results
+
+
 class FakeExecutor(Executor):
     """Computes slices on a :class:`FakeMemory`. Tokens in ``poison`` make their slice's logits
     unusable.
     """
 
-    def __init__(self, plan: LayoutPlan, memory: FakeMemory, *, vocab_size: int) -> None:
+    def __init__(
+        self, plan: LayoutPlan, memory: FakeMemory, *, vocab_size: int, depth: int = 1
+    ) -> None:
         self._plan = plan
         self._memory = memory
         self._vocab_size = vocab_size
+        self._depth = depth
+        self._last: FakeStep | None = None
         self.poison: set[int] = set()
         self.batches: list[list[tuple[int, int, int]]] = []
         """(sequence, start, tokens) of each slice of each step."""
         self.computed_tokens = 0
+        self.fed_rows = 0
+        """Rows whose token the step before them drew."""
+
+    @property
+    @override
+    def depth(self) -> int:
+        return self._depth
 
     @override
-    def execute(self, slices: Sequence[Slice]) -> list[SliceResult]:
+    def launch(self, slices: Sequence[Slice]) -> FakeStep:
         self.batches.append([(part.sequence, part.start, len(part.tokens)) for part in slices])
         written = self._owned_slots(slices)
         assert len(written) == len(set(written)), "two slices write to one page in one step"
-        return [self._run(part) for part in slices]
+        before, step = self._last, FakeStep(slices, self._memory.stream)
+        self._last = step
+        self.fed_rows += sum(part.feed is not None for part in slices)
+        step.number = self._memory.stream.add(lambda: self._compute(step, before))
+        return step
+
+    def touched(self) -> list[tuple[int, npt.NDArray[np.int32]]]:
+        """Pool groups and slots that the last step reads and writes, while it is under way."""
+        step, block = self._last, self._plan.tokens_per_block
+        if step is None or step.is_over:
+            return []
+        touched = []
+        for part in step.slices:
+            for group, table in zip(self._plan.layer_groups, part.block_tables, strict=True):
+                start, end = group.life_cycle.stale_range(part.start, block)
+                last = -(-(part.start + len(part.tokens)) // block)
+                touched.append((group.pool_group, np.concatenate((table[:start], table[end:last]))))
+        return touched
+
+    def _compute(self, step: FakeStep, before: FakeStep | None) -> None:
+        for part in step.slices:
+            if part.feed is not None:
+                assert before is not None
+                part.tokens[:] = before.drawn[part.feed]
+            step.results.append(self._run(part))
 
     def _owned_slots(self, slices: Sequence[Slice]) -> list[tuple[int, int]]:
         block = self._plan.tokens_per_block

@@ -25,7 +25,8 @@ from kvcache_core.spec import (
     KVCacheLayerSpec,
     recurrent_layer,
 )
-from tests.support.fake_executor import FakeMemory, fake_output
+from tests.support.fake_executor import FakeExecutor, FakeMemory, fake_output
+from tests.support.sim_follower import SimFollower
 from tests.support.sim_network import SimNetwork, VirtualClock
 from tests.support.sim_ranks import DpFakeExecutor, SimRank
 from transfer.agent_events import AgentEvent
@@ -52,7 +53,6 @@ from worker.ports import Output
 from worker.prefixes import PullLimits
 from worker.ranks import RankManager
 from worker.recording import LeaderManager
-from worker.replica import RankReplica
 from worker.scheduler import Demotion
 from worker.token_runs import TokenLogprob
 
@@ -102,6 +102,7 @@ class WorkerShape:
     dp_size: int = 1
     """Ranks with requests of their own, each of this size."""
     planner: AdmissionPlanner | None = None
+    depth: int = 1
     quarantine_limit_blocks: int = 1000
     quarantine_grace_ms: int = 1000
     most_served_pulls: int = 4
@@ -171,7 +172,7 @@ class SimWorker(Output):
         self.memory = FakeMemory(plan, slots, hosted)
         self.manager = manager(self.memory)
         self.replicas = [
-            RankReplica(manager(FakeMemory(plan, slots, hosted))) for _ in range(shape.replicas)
+            SimFollower(manager(FakeMemory(plan, slots, hosted))) for _ in range(shape.replicas)
         ]
         self.leader = (
             LeaderManager(self.manager, self.replicas)
@@ -184,9 +185,9 @@ class SimWorker(Output):
             for rank in range(1, shape.dp_size)
         ]
         """Behind this one, which leads."""
-        memories = [self.memory, *(rank.memory for rank in self.ranks)]
-        every = DpFakeExecutor(plan, memories, vocab_size=VOCAB)
-        self.executor = every.ranks[0]
+        self.executor = FakeExecutor(plan, self.memory, vocab_size=VOCAB, depth=shape.depth)
+        others = [FakeExecutor(plan, rank.memory, vocab_size=VOCAB, depth=1) for rank in self.ranks]
+        every = DpFakeExecutor([self.executor, *others])
         self.inbox: list[InboxItem] = []
         self.gauges: WorkerGauges | None = None
         self.gauges_seen: list[WorkerGauges] = []
@@ -227,9 +228,13 @@ class SimWorker(Output):
         self.inbox.append(item)
 
     def turn(self) -> bool:
-        """One round of the engine loop."""
+        """One round of the engine loop; pages of a step that is under way are somebody's."""
         items, self.inbox = self.inbox, []
-        return self.engine.turn(items)
+        progress = self.engine.turn(items)
+        for pool_group, slots in self.executor.touched():
+            pool = self.manager._store.pools[pool_group]
+            assert (pool.holders[slots] + pool.leases[slots] > 0).all(), "given back too early"
+        return progress
 
     @property
     def available(self) -> int:

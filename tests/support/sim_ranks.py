@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from typing_extensions import override
 
-from kvcache_core.layout import LayoutPlan
 from kvcache_core.manager import UnifiedKVCacheManager
 from kvcache_core.ports import PageCopier
 from tests.support.fake_executor import FakeExecutor, FakeMemory
@@ -20,7 +19,7 @@ from worker.following import GroupFollower, Partner
 from worker.group_leading import GroupTransfers
 from worker.inbox import RankReported
 from worker.oplog import LOG_CODEC, LogEntries, StepChecksum
-from worker.ports import Executor, Slice, SliceResult, StepRows
+from worker.ports import EndedStep, Executor, LaunchedStep, Slice, StepRows
 from worker.rank_facts import GroupFact
 from worker.recording import Follower, LeaderManager
 
@@ -42,9 +41,12 @@ class Idle(Partner):
         self.steps: list[tuple[int, StepRows]] = []
 
     @override
-    def compute(self, slices: Sequence[Slice], drawing: Sequence[bool], rows: StepRows) -> None:
+    def begin(
+        self, slices: Sequence[Slice], drawing: Sequence[bool], rows: StepRows
+    ) -> Callable[[], None]:
         assert len(drawing) == len(slices)
         self.steps.append((sum(len(part.tokens) for part in slices), rows))
+        return lambda: None
 
 
 class SimRank(Node, Follower):
@@ -103,17 +105,21 @@ class SimRank(Node, Follower):
 class DpFakeExecutor(Executor):
     """A fake model on the memories of all ranks."""
 
-    def __init__(
-        self, plan: LayoutPlan, memories: Iterable[FakeMemory], *, vocab_size: int
-    ) -> None:
-        self.ranks = [FakeExecutor(plan, memory, vocab_size=vocab_size) for memory in memories]
+    def __init__(self, ranks: Sequence[FakeExecutor]) -> None:
+        self.ranks = ranks
+
+    @property
+    @override
+    def depth(self) -> int:
+        return 1
 
     @override
-    def execute(self, slices: Sequence[Slice]) -> list[SliceResult]:
+    def launch(self, slices: Sequence[Slice]) -> LaunchedStep:
         ranks = [part.dp_rank for part in slices]
         assert ranks == sorted(ranks)
-        return [
+        results = [
             result
             for rank, executor in enumerate(self.ranks)
             for result in executor.execute([part for part in slices if part.dp_rank == rank])
         ]
+        return EndedStep(results)

@@ -14,7 +14,8 @@ from tests.support.models import FAMILIES
 from tests.support.oracle import ReferenceModel, check_equal, check_logprobs
 from tests.worker.model.harness import PagedModel
 from worker.messages import SamplingParams
-from worker.sampling import Sampled, SampleRow, sample
+from worker.ports import Draw
+from worker.sampling import Sampled, sample
 from worker.token_runs import TokenLogprob
 
 TinyModel = Callable[[str], Path]
@@ -53,9 +54,9 @@ class Generation:
                 self.logprobs[name].append(result.logprob)
             pending = {name: self.output[name][-1:] for name in pending}
 
-    def _row(self, name: str) -> SampleRow:
+    def _row(self, name: str) -> Draw:
         output = self.output[name]
-        return SampleRow(
+        return Draw(
             params=PARAMS[name],
             choice=1,
             output_index=len(output),

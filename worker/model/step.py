@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,19 +36,20 @@ SPLIT_BYTES: Final = 256 << 10
 """Padding that costs as much as one more attention call."""
 
 
-@dataclass(frozen=True)
-class SequenceSlice:
+class SequenceSlice(NamedTuple):
     """New tokens of one sequence.
 
     ``tokens`` int32 ``[n]`` go to positions ``start .. start + n``; keys and values before
     ``start`` are in the pages. ``block_tables`` has one int32 array a layer group: slot per block
-    ordinal, -1 where stale. Its arrays are only read.
+    ordinal, -1 where stale. Its arrays are only read. Where ``feed`` is not negative the one token
+    is the draw of that number in the step before, and ``tokens`` says nothing.
     """
 
     tokens: Ints
     start: int
     block_tables: tuple[Ints, ...]
     wants_logits: bool
+    feed: int = -1
 
     @property
     def end(self) -> int:

@@ -18,14 +18,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
+from typing import Final, NoReturn
 
 import numpy as np
 import torch
 
 from kvcache_core.arithmetic import ceil_div
 from worker.model.errors import AttentionInputError
-from worker.model.step import GroupGeometry, Ints, SequenceSlice
+from worker.model.step import GroupGeometry, Ints, Longs, SequenceSlice
 
 TILE_TOKENS: Final = 128
 """Queries of one sequence in a prefill tile. Kernels with smaller tiles cut it further."""
@@ -149,10 +149,7 @@ def describe_step(
             f"expected a batch that fits {shape} (padded ones decode only), got {exact}"
         )
     vector = np.zeros(shape.total, np.int32)
-    parts = [
-        vector[begin : begin + size]
-        for begin, size in zip(shape.offsets[:-1], shape.sizes, strict=True)
-    ]
+    parts = _parts(vector, shape)
     starts, lengths, first_rows, tile_sequences, tile_offsets = parts[:5]
     counts = np.array([len(piece.tokens) for piece in pieces], np.int32)
     count = len(pieces)
@@ -177,6 +174,90 @@ def describe_step(
             slots[begin:end] = used[ordinals[begin:end]]
         offsets[: exact.rows] = positions - ordinals * geometry.tokens_per_block
     return vector
+
+
+def describe_padding(shape: MetadataShape) -> Ints:
+    """The vector of a decode batch without sequences."""
+    vector = np.zeros(shape.total, np.int32)
+    parts = _parts(vector, shape)
+    parts[2][:] = np.arange(shape.sequences + 1)
+    for table, slots in zip(parts[5::3], parts[6::3], strict=True):
+        table[:] = -1
+        slots[:] = -1
+    return vector
+
+
+def describe_decode(
+    vector: Ints,
+    pieces: Sequence[SequenceSlice],
+    geometries: Sequence[GroupGeometry],
+    shape: MetadataShape,
+) -> None:
+    """Change ``vector``, which describes a padded decode batch, to describe ``pieces``: single
+    tokens that fit the shape. Blocks beyond a sequence's length keep what they held: they are not
+    read.
+
+    Raises:
+        AttentionInputError: a table is too short, or a visible block is not in the pool. The vector
+            is to be described anew before it is used.
+    """
+    count = len(pieces)
+    parts = _parts(vector, shape)
+    starts = np.array([piece.start for piece in pieces], np.int64)
+    for part, values in ((parts[0], starts), (parts[1], starts + 1)):
+        part[:count] = values
+        part[count:] = 0
+    rows = np.arange(count)
+    for group, geometry in enumerate(geometries):
+        table, slots, offsets = parts[5 + 3 * group : 8 + 3 * group]
+        by_sequence = table.reshape(shape.sequences, shape.widths[group])
+        ordinals = starts // geometry.tokens_per_block
+        used = ordinals + 1
+        own = [
+            piece.block_tables[group][:blocks]
+            for piece, blocks in zip(pieces, used.tolist(), strict=True)
+        ]
+        flat = np.concatenate(own)
+        if len(flat) != int(used.sum()):
+            _say_too_short(own, used, group)
+        sequences = np.repeat(rows, used)
+        blocks = np.arange(len(flat)) - np.repeat(np.cumsum(used) - used, used)
+        _check_slots(flat, blocks, starts[sequences], geometry, group)
+        by_sequence[sequences, blocks] = flat
+        slots[:count] = by_sequence[rows, ordinals]
+        slots[count:] = -1
+        offsets[:count] = starts - ordinals * geometry.tokens_per_block
+
+
+def _check_slots(
+    slots: Ints, blocks: Longs, starts: Longs, geometry: GroupGeometry, group: int
+) -> None:
+    """Every block that a token at its start sees must have a slot of the pool."""
+    bad = (slots < 0) | (slots >= geometry.num_slots)
+    if geometry.window is not None and bad.any():
+        size = geometry.tokens_per_block
+        first = np.maximum(0, starts + 1 - geometry.window) // size
+        bad &= (blocks >= first) | (blocks < ceil_div(geometry.sink_tokens, size))
+    if bad.any():
+        raise AttentionInputError(
+            f"layer group {group}: expected slots in 0..{geometry.num_slots - 1} for every visible "
+            f"block, got {slots[bad].tolist()}"
+        )
+
+
+def _say_too_short(tables: Sequence[Ints], used: Longs, group: int) -> NoReturn:
+    lacking = [(len(table), need) for table, need in zip(tables, used.tolist(), strict=True)]
+    have, need = next(pair for pair in lacking if pair[0] < pair[1])
+    raise AttentionInputError(
+        f"layer group {group}: a sequence needs {need} blocks, its block table has {have}"
+    )
+
+
+def _parts(vector: Ints, shape: MetadataShape) -> list[Ints]:
+    return [
+        vector[begin : begin + size]
+        for begin, size in zip(shape.offsets[:-1], shape.sizes, strict=True)
+    ]
 
 
 def _fill_tiles(

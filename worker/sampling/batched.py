@@ -1,63 +1,92 @@
-"""Drawing for many rows at once in torch: what a GPU is good at. float64 throughout."""
+"""Drawing for many rows at once in torch: what a GPU is good at. float64 throughout.
+
+Nothing here waits for the device: what has to be known of the rows is uploaded, tokens stay there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from worker.sampling.filters import HEAD, thresholds
-from worker.sampling.noise import gumbel_noise, row_keys
-from worker.sampling.rows import SampleRow
+from worker.ports import Draw
+from worker.sampling.filters import Cuts, cut_columns, thresholds
+from worker.sampling.noise import gumbel_noise, key_rows
+
+MOST_ROWS: Final = 32
+"""Rows at a time: each takes some 40 bytes a token of the vocabulary while it is drawn."""
 
 
-def draw_rows(scores: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """One token a row; ``scores`` are processed logits ``[rows, vocab]``, no row is greedy."""
-    temperature = torch.tensor([row.params.temperature for row in rows], dtype=torch.float64)
-    scaled = scores.double() / temperature.to(scores.device).unsqueeze(1)
-    keys = row_keys(rows, scores.device)
-    tokens = [0] * len(rows)
-    plain = [i for i, row in enumerate(rows) if not row.is_filtered]
-    cut = [i for i, row in enumerate(rows) if row.is_filtered]
-    for indices, draw in ((plain, _draw_plain), (cut, _draw_filtered)):
-        if indices:
-            chosen = [rows[i] for i in indices]
-            for i, token in zip(
-                indices, draw(scaled[indices], keys[:, indices], chosen), strict=True
-            ):
-                tokens[i] = token
-    return tokens
+@dataclass(frozen=True)
+class Group:
+    """Rows that are drawn in the same way, none of them greedy. ``indices`` are into the step's."""
+
+    indices: tuple[int, ...]
+    rows: tuple[Draw, ...]
+
+    @property
+    def columns(self) -> list[npt.NDArray[Any]]:
+        """What the device must know of them."""
+        params = [row.params for row in self.rows]
+        return [
+            np.array(self.indices, np.int64),
+            np.array([[p.temperature] for p in params], np.float64),
+            key_rows(self.rows)[:, :, None],
+            *cut_columns(params),
+        ]
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether unlikely tokens are cut off."""
+        return self.rows[0].is_filtered
+
+    @property
+    def head(self) -> int | None:
+        """How many of the largest logits tell what is kept; None: all of them, since nobody knows
+        beforehand how far a nucleus reaches.
+        """
+        if self.rows[0].params.top_p < 1.0:
+            return None
+        return max(1, *(row.params.top_k for row in self.rows))
 
 
-def _draw_plain(scaled: torch.Tensor, keys: torch.Tensor, _rows: Sequence[SampleRow]) -> list[int]:
+def group_rows(rows: Sequence[Draw]) -> list[Group]:
+    """The rows that are not greedy, by how they are drawn, few enough at a time."""
+    kinds: dict[tuple[bool, bool], list[int]] = {}
+    for index, row in enumerate(rows):
+        if not row.is_greedy:
+            kinds.setdefault((row.is_filtered, row.params.top_p < 1.0), []).append(index)
+    parts = [
+        indices[begin : begin + MOST_ROWS]
+        for indices in kinds.values()
+        for begin in range(0, len(indices), MOST_ROWS)
+    ]
+    return [Group(tuple(part), tuple(rows[i] for i in part)) for part in parts]
+
+
+def draw_group(scores: torch.Tensor, group: Group, columns: Sequence[torch.Tensor]) -> torch.Tensor:
+    """int64 ``[rows]``: a token a row of processed logits ``scores`` ``[rows, vocab]``.
+
+    ``columns`` are the group's, on the scores' device.
+    """
+    _, temperature, keys, *cuts = columns
+    scaled = scores.double() / temperature
     vocabulary = torch.arange(scaled.shape[1], dtype=torch.int32, device=scaled.device)
-    noise = gumbel_noise(keys, vocabulary.unsqueeze(0))
-    return noise.add_(scaled).argmax(dim=1).tolist()
+    noisy = gumbel_noise(keys, vocabulary.unsqueeze(0)).add_(scaled)
+    if group.is_filtered:
+        size = scores.shape[1] if group.head is None else min(group.head, scores.shape[1])
+        head = _largest(scores, size).double() / temperature
+        limits = thresholds(head, scaled.logsumexp(1, keepdim=True), Cuts(*cuts))
+        noisy = noisy.masked_fill_(scaled < limits.lowest, float("-inf"))
+    return noisy.argmax(dim=1)
 
 
-def _draw_filtered(
-    scaled: torch.Tensor, keys: torch.Tensor, rows: Sequence[SampleRow]
-) -> list[int]:
-    params = [row.params for row in rows]
-    size = min(scaled.shape[1], max(HEAD, *(p.top_k + 1 for p in params)))
-    head, ids = scaled.topk(size, dim=1)
-    log_mass = scaled.logsumexp(1, keepdim=True)
-    limits = thresholds(head, log_mass, params)
-    tokens = best_kept(head, ids, limits.lowest, keys)
-    if size < scaled.shape[1]:
-        uncertain = limits.certain.logical_not().squeeze(1).nonzero().squeeze(1).tolist()
-        for i in uncertain:
-            one, key = scaled[i : i + 1], keys[:, i : i + 1]
-            whole, order = one.sort(dim=1, descending=True)
-            lowest = thresholds(whole, log_mass[i : i + 1], [params[i]]).lowest
-            (tokens[i],) = best_kept(whole, order, lowest, key)
-    return tokens
-
-
-def best_kept(
-    values: torch.Tensor, ids: torch.Tensor, lowest: torch.Tensor, keys: torch.Tensor
-) -> list[int]:
-    """Token of the largest noisy value among those that reach ``lowest``."""
-    noisy = gumbel_noise(keys, ids.int()).add_(values)
-    best = noisy.masked_fill_(values < lowest, float("-inf")).argmax(dim=1, keepdim=True)
-    return ids.gather(1, best).squeeze(1).tolist()
+def _largest(scores: torch.Tensor, size: int) -> torch.Tensor:
+    """Each row's largest values, descending."""
+    if size == scores.shape[1]:
+        return scores.sort(dim=1, descending=True).values
+    return scores.topk(size, dim=1).values

@@ -5,20 +5,31 @@ likeliest, top_k keeps the k likeliest, top_p keeps the likeliest tokens until t
 what the others left reaches ``top_p`` (never fewer than one). Tokens that tie with the last one
 kept are kept, so that the result does not depend on how a sort breaks ties.
 
-Only the head of the distribution is sorted; a row that keeps more than the head is sorted whole.
+Where only the head of the distribution is sorted, a row that keeps more has to be sorted whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from worker.messages import SamplingParams
 
-HEAD: Final = 512
+
+@dataclass(frozen=True)
+class Cuts:
+    """The filters of some rows, each ``[rows, 1]``: ``min_p`` and ``top_p`` float64, ``rank`` int64
+    of the last token that top_k keeps, -1 where it keeps all.
+    """
+
+    min_p: torch.Tensor
+    rank: torch.Tensor
+    top_p: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -32,22 +43,27 @@ class Thresholds:
     certain: torch.Tensor
 
 
-def thresholds(
-    head: torch.Tensor, log_mass: torch.Tensor, params: Sequence[SamplingParams]
-) -> Thresholds:
+def cut_columns(params: Sequence[SamplingParams]) -> list[npt.NDArray[Any]]:
+    """The arrays of :class:`Cuts`, on the host."""
+    return [
+        np.array([[p.min_p] for p in params], np.float64),
+        np.array([[p.top_k - 1] for p in params], np.int64),
+        np.array([[p.top_p] for p in params], np.float64),
+    ]
+
+
+def thresholds(head: torch.Tensor, log_mass: torch.Tensor, cuts: Cuts) -> Thresholds:
     """What each row keeps.
 
     ``head`` is float64 ``[rows, n]``, the largest scaled logits, descending. ``log_mass`` ``[rows,
-    1]`` is the logsumexp of the whole row.
+    1]`` is the logsumexp of the whole row. min_p and top_k are exact if the head has as many as
+    top_k keeps; top_p is where the row is certain or the head is all of it.
     """
     last = head[:, -1:]
     lowest = torch.full_like(log_mass, float("-inf"))
-    min_p = _column([p.min_p for p in params], head)
-    lowest = torch.where(min_p > 0, head[:, :1] + min_p.log(), lowest)
-    ranks = torch.tensor([[p.top_k - 1] for p in params], device=head.device)
-    last_kept = head.gather(1, ranks.clamp(0, head.shape[1] - 1))
-    lowest = torch.where(ranks >= 0, torch.maximum(lowest, last_kept), lowest)
-    top_p = _column([p.top_p for p in params], head)
+    lowest = torch.where(cuts.min_p > 0, head[:, :1] + cuts.min_p.log(), lowest)
+    last_kept = head.gather(1, cuts.rank.clamp(0, head.shape[1] - 1))
+    lowest = torch.where(cuts.rank >= 0, torch.maximum(lowest, last_kept), lowest)
     kept = head >= lowest
     certain = torch.isinf(lowest) | (lowest > last)
     head_mass = torch.where(kept, head, float("-inf")).logsumexp(1, keepdim=True)
@@ -55,12 +71,8 @@ def thresholds(
     mass = torch.where(torch.isinf(lowest), log_mass, head_mass)
     share = torch.where(kept, (head - mass).exp(), 0.0)
     before = share.cumsum(1) - share
-    inside = (before < top_p) & kept
+    inside = (before < cuts.top_p) & kept
     inside[:, 0] = True
     nucleus = torch.where(inside, head, float("inf")).amin(1, keepdim=True)
-    lowest = torch.where(top_p < 1.0, torch.maximum(lowest, nucleus), lowest)
+    lowest = torch.where(cuts.top_p < 1.0, torch.maximum(lowest, nucleus), lowest)
     return Thresholds(lowest, certain & (lowest > last))
-
-
-def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=like.dtype).to(like.device).unsqueeze(1)

@@ -20,9 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from worker.sampling.rows import SampleRow
+from worker.ports import Draw
 
 GOLDEN: Final = 0x9E3779B97F4A7C15
 GOLDEN32: Final = 0x9E3779B1
@@ -64,16 +66,34 @@ def mix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def row_key(row: SampleRow) -> tuple[int, int, int]:
+def row_key(row: Draw) -> tuple[int, int, int]:
     """Key of a row's noise: three int32."""
     key = mix64(mix64(mix64(row.params.seed) + row.choice) + row.output_index)
     return signed32(key), signed32(key >> 32), signed32(mix64(key))
 
 
-def row_keys(rows: Sequence[SampleRow], device: torch.device) -> torch.Tensor:
+def row_keys(rows: Sequence[Draw], device: torch.device) -> torch.Tensor:
     """int32 ``[3, rows, 1]``."""
     keys = torch.tensor([row_key(row) for row in rows], dtype=torch.int32)
     return keys.t().unsqueeze(2).to(device)
+
+
+def key_rows(rows: Sequence[Draw]) -> npt.NDArray[np.int32]:
+    """int32 ``[3, rows]``: the same keys, many at once."""
+    seeds, choices, indices = np.array(
+        [(row.params.seed, row.choice, row.output_index) for row in rows], np.uint64
+    ).T
+    key = _mix64_rows(_mix64_rows(_mix64_rows(seeds) + choices) + indices)
+    parts = (key, key >> np.uint64(32), _mix64_rows(key))
+    return np.stack([part.astype(np.uint32) for part in parts]).view(np.int32)
+
+
+def _mix64_rows(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """:func:`mix64` of each."""
+    value = value + np.uint64(GOLDEN)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
 
 
 def high_bits(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

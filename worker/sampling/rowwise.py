@@ -14,10 +14,9 @@ import numpy.typing as npt
 import torch
 
 from worker.messages import SamplingParams
-from worker.sampling.batched import best_kept
-from worker.sampling.filters import thresholds
+from worker.ports import Draw
+from worker.sampling.filters import Cuts, cut_columns, thresholds
 from worker.sampling.noise import gumbel_noise, high_bits, least_high_bits, row_keys
-from worker.sampling.rows import SampleRow
 
 Floats = npt.NDArray[np.float32]
 
@@ -25,7 +24,7 @@ CUT: Final = 10.0
 """Tokens less likely than the likeliest by more than a factor of e**10 are outside the head."""
 
 
-def draw_row(scores: torch.Tensor, row: SampleRow, vocabulary: torch.Tensor) -> int:
+def draw_row(scores: torch.Tensor, row: Draw, vocabulary: torch.Tensor) -> int:
     """The token a row draws.
 
     ``scores`` are processed logits, float32 ``[vocab]`` on CPU with a finite largest one;
@@ -44,7 +43,7 @@ def _draw_plain(
     values: Floats,
     head: npt.NDArray[np.int64],
     keys: torch.Tensor,
-    row: SampleRow,
+    row: Draw,
     vocabulary: torch.Tensor,
 ) -> int:
     token, best = _best(values, head, keys, row)
@@ -61,7 +60,7 @@ def _draw_plain(
 
 
 def _best(
-    values: Floats, ids: npt.NDArray[np.int64], keys: torch.Tensor, row: SampleRow
+    values: Floats, ids: npt.NDArray[np.int64], keys: torch.Tensor, row: Draw
 ) -> tuple[int, float]:
     """The best token of ``ids`` and its noisy scaled logit."""
     noise = gumbel_noise(keys, torch.from_numpy(ids.astype(np.int32)).unsqueeze(0))[0].numpy()
@@ -71,16 +70,16 @@ def _best(
 
 
 def _draw_filtered(
-    values: Floats, head: npt.NDArray[np.int64], keys: torch.Tensor, row: SampleRow
+    values: Floats, head: npt.NDArray[np.int64], keys: torch.Tensor, row: Draw
 ) -> int:
     scaled = values.astype(np.float64) / row.params.temperature
     mass = torch.tensor([[_log_mass(scaled, row.params)]], dtype=torch.float64)
-    limits = thresholds(_descending(scaled[head]), mass, [row.params])
+    cuts = Cuts(*map(torch.from_numpy, cut_columns([row.params])))
+    limits = thresholds(_descending(scaled[head]), mass, cuts)
     if not limits.certain.item():
-        limits = thresholds(_descending(scaled), mass, [row.params])
-    ids = torch.from_numpy(np.flatnonzero(scaled >= limits.lowest.item())).unsqueeze(0)
-    found = torch.from_numpy(scaled).unsqueeze(0).gather(1, ids)
-    return best_kept(found, ids, limits.lowest, keys)[0]
+        limits = thresholds(_descending(scaled), mass, cuts)
+    ids = np.flatnonzero(scaled >= limits.lowest.item())
+    return _best(values, ids, keys, row)[0]
 
 
 def _descending(values: npt.NDArray[np.float64]) -> torch.Tensor:

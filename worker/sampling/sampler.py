@@ -1,8 +1,8 @@
-"""Drawing one token for each row of a batch.
+"""Drawing one token for each row of a batch, now.
 
 Greedy rows cost one argmax. Others are drawn one by one on a CPU, where only the head of the
 distribution is worth looking at, and all together elsewhere. What a row draws depends on its logits
-and its :class:`SampleRow` alone, never on the rows beside it.
+and its :class:`Draw` alone, never on the rows beside it.
 
 Log-probabilities are of the model's own distribution: before bias, penalties, temperature and
 filters, as vLLM and OpenAI report them. A row without a finite largest logit fails alone.
@@ -16,17 +16,22 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from worker.sampling.batched import draw_rows
-from worker.sampling.penalties import processed
-from worker.sampling.rows import Sampled, SampleRow, SamplingFailed
+from worker.ports import Draw
+from worker.sampling.penalties import changes_of, processed
+from worker.sampling.queued import queue_draws
+from worker.sampling.rows import (
+    Sampled,
+    SampleResult,
+    SamplingFailed,
+    reason_of,
+    reason_of_changed,
+)
 from worker.sampling.rowwise import draw_row
 from worker.token_runs import TokenLogprob
 
-SampleResult = Sampled | SamplingFailed
-
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampleResult]:
+def sample(logits: torch.Tensor, rows: Sequence[Draw]) -> list[SampleResult]:
     """Draw one token a row.
 
     ``logits`` is float32 ``[rows, vocab]`` on any device and is not changed.
@@ -40,10 +45,12 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampleResult
         )
     if not rows:
         return []
+    if logits.device.type != "cpu":
+        return queue_draws(logits, rows).results()
     largest, tokens = _row_maxima(logits)
-    failed = {i: _reason(value) for i, value in enumerate(largest) if not math.isfinite(value)}
+    failed = {i: reason_of(value) for i, value in enumerate(largest) if not math.isfinite(value)}
     sound = [i for i in range(len(rows)) if i not in failed]
-    scores = {i: processed(logits[i], rows[i]) for i in sound if rows[i].changes_logits}
+    scores = _scores(logits, rows, [i for i in sound if rows[i].changes_logits])
     for i in [i for i in scores if not math.isfinite(scores[i].amax())]:
         failed[i] = _reason_of_scores(logits[i], scores[i], rows[i])
         sound.remove(i)
@@ -53,8 +60,9 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampleResult
         _put(tokens, changed, best)
     drawn = [i for i in sound if not rows[i].is_greedy]
     if drawn:
-        picked = [scores[i] if i in scores else logits[i] for i in drawn]
-        _put(tokens, drawn, _draw(picked, [rows[i] for i in drawn]))
+        vocabulary = torch.arange(logits.shape[1], dtype=torch.int32)
+        picked = [(scores[i] if i in scores else logits[i], rows[i]) for i in drawn]
+        _put(tokens, drawn, [draw_row(score, row, vocabulary) for score, row in picked])
     logprobs = _logprobs(logits, rows, sound, tokens)
     return [
         SamplingFailed(failed[i]) if i in failed else Sampled(token, logprobs.get(i))
@@ -62,30 +70,30 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampleResult
     ]
 
 
+def _scores(
+    logits: torch.Tensor, rows: Sequence[Draw], changed: Sequence[int]
+) -> dict[int, torch.Tensor]:
+    """Processed logits of the rows that change some."""
+    if not changed:
+        return {}
+    changes = [torch.from_numpy(array) for array in changes_of([rows[i] for i in changed])]
+    return dict(zip(changed, processed(logits[list(changed)], changes), strict=True))
+
+
 def _row_maxima(logits: torch.Tensor) -> tuple[list[float], list[int]]:
     """Largest value of each row and the first token that has it; NaN where a row holds one."""
-    if logits.device.type == "cpu":
-        values = logits.numpy()  # numpy's argmax is ten times as fast as torch's here
-        best = values.argmax(axis=1)
-        return values[np.arange(len(best)), best].tolist(), best.tolist()
-    found = logits.max(dim=1)
-    return found.values.tolist(), found.indices.tolist()
+    values = logits.numpy()  # numpy's argmax is ten times as fast as torch's here
+    best = values.argmax(axis=1)
+    return values[np.arange(len(best)), best].tolist(), best.tolist()
 
 
-def _reason(largest: float) -> str:
-    return f"expected finite logits, the largest is {largest}: the model's numbers overflowed"
-
-
-def _reason_of_scores(logits: torch.Tensor, scores: torch.Tensor, row: SampleRow) -> str:
+def _reason_of_scores(logits: torch.Tensor, scores: torch.Tensor, row: Draw) -> str:
     """Why nothing can be drawn from ``scores``, which ``row`` made of sound ``logits``."""
     allowed = logits.isfinite()
-    allowed[torch.tensor(row.banned, dtype=torch.int64, device=logits.device)] = False
+    allowed[torch.tensor(row.banned, dtype=torch.int64)] = False
     if not allowed.any():
         return "every token is banned"
-    return (
-        f"expected finite logits, the largest is {float(scores.amax())} after logit_bias and "
-        "penalties: they overflow; give smaller ones, and a repetition_penalty nearer to 1"
-    )
+    return reason_of_changed(float(scores.amax()))
 
 
 def _put(tokens: list[int], indices: Sequence[int], values: Sequence[int]) -> None:
@@ -93,16 +101,9 @@ def _put(tokens: list[int], indices: Sequence[int], values: Sequence[int]) -> No
         tokens[i] = value
 
 
-def _draw(scores: Sequence[torch.Tensor], rows: Sequence[SampleRow]) -> list[int]:
-    if scores[0].device.type != "cpu":
-        return draw_rows(torch.stack(list(scores)), rows)
-    vocabulary = torch.arange(len(scores[0]), dtype=torch.int32)
-    return [draw_row(score, row, vocabulary) for score, row in zip(scores, rows, strict=True)]
-
-
 def _logprobs(
     logits: torch.Tensor,
-    rows: Sequence[SampleRow],
+    rows: Sequence[Draw],
     sound: Sequence[int],
     tokens: Sequence[int],
 ) -> dict[int, TokenLogprob]:

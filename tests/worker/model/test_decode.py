@@ -20,7 +20,8 @@ from tests.support.deferred_copies import DeferredCopies
 from tests.worker.model.harness import PagedModel
 from worker.model.backend import PagedLayers
 from worker.model.capture import Body, Capture, CUDAGraphs, RunEachTime
-from worker.model.decode import DecodeLimits, DecodeRunner, Decoding
+from worker.model.decode import BUCKETS, DecodeLimits, DecodeRunner, Decoding, buckets_for
+from worker.model.feed import TokenFeed
 from worker.model.loader import LoadedModel
 from worker.model.networks import FusedModel
 from worker.model.runner import ModelRunner
@@ -37,32 +38,37 @@ LIMITS = DecodeLimits((1, 4, 6), 64)
 
 
 class CountingCapture(Capture):
-    """Runs each time; counts captures."""
+    """Runs each time; keeps what was captured."""
 
     def __init__(self) -> None:
-        self.captured = 0
+        self.bodies: list[Body] = []
+
+    @property
+    def captured(self) -> int:
+        return len(self.bodies)
 
     @override
     def __call__(self, body: Body) -> Body:
-        self.captured += 1
+        self.bodies.append(body)
         return body
 
 
 class Pair:
     """Two copies of a model: one decodes in buckets, the other as any batch."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, capture: Capture | None = None) -> None:
         self.capture = CountingCapture()
+        self._capture = capture or self.capture
         self.plain = PagedModel(path, device=DEVICE)
         self.bucketed = PagedModel(path, device=DEVICE, make_runner=self._runner)
 
     def _runner(self, loaded: LoadedModel, plan: LayoutPlan, storage: TorchStorage) -> ModelRunner:
         network = FusedModel(loaded, kernel_layers.KERNEL_PARTS)
 
-        def decoding(layers: PagedLayers) -> DecodeRunner:
+        def decoding(layers: PagedLayers, feed: TokenFeed) -> DecodeRunner:
             over = triton_backend.TritonBackend(layers).over
-            made = Decoding(network, over, self.capture, LIMITS)
-            return DecodeRunner(layers.geometries, storage.device, made)
+            made = Decoding(network, over, self._capture, LIMITS)
+            return DecodeRunner(layers.geometries, storage.device, made, feed)
 
         return ModelRunner(loaded, plan, storage, network, triton_backend.TritonBackend, decoding)
 
@@ -86,6 +92,20 @@ def test_decodes_equal_those_of_mixed_batches(tiny_model: TinyModel) -> None:
     assert pair.capture.captured == 2
 
 
+def test_every_size_is_captured_beforehand_once(tiny_model: TinyModel) -> None:
+    pair = Pair(tiny_model("llama"))
+    for _ in range(2):
+        pair.bucketed.runner.capture_decodes()
+        assert pair.capture.captured == 3
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"), [(1, (1,)), (3, (1, 2, 3)), (64, (*BUCKETS[:8], 64)), (900, BUCKETS)]
+)
+def test_buckets_end_at_the_most_sequences(most: int, expected: tuple[int, ...]) -> None:
+    assert buckets_for(most) == expected
+
+
 def test_what_is_not_wanted_is_left_out(tiny_model: TinyModel) -> None:
     pair = Pair(tiny_model("llama"))
     pair.feed(a=range(3), b=range(4))
@@ -103,10 +123,10 @@ def test_what_is_not_wanted_is_left_out(tiny_model: TinyModel) -> None:
     torch.testing.assert_close(found, expected, atol=3e-3, rtol=0)
 
 
-def test_padding_writes_nothing(tiny_model: TinyModel) -> None:
+def test_padding_writes_nothing_and_tokens_come_from_the_step_before(tiny_model: TinyModel) -> None:
     pair = Pair(tiny_model("llama"))
     paged = pair.bucketed
-    paged.feed(a=range(3), b=range(4))
+    pair.feed(a=range(3), b=range(4))
     memory = [
         paged.storage.pool_bytes(group.id, pool)
         for group in paged.plan.pool_groups
@@ -117,7 +137,10 @@ def test_padding_writes_nothing(tiny_model: TinyModel) -> None:
     before = [pool[others].clone() for pool in memory]
     for name in "ab":
         paged.tokens[name].pop()
-    paged.feed(a=[1], b=[2])
+    paged.runner.feed.put(torch.tensor([7, 11, 13]))
+    pieces = [paged.slice("a", [0])._replace(feed=2), paged.slice("b", [4])]
+    found = paged.runner.forward(pieces)
+    torch.testing.assert_close(found, pair.plain.feed(a=[13], b=[4]), atol=3e-3, rtol=0)
     assert pair.capture.captured == 1
     assert all(torch.equal(pool[others], kept) for pool, kept in zip(memory, before, strict=True))
 
@@ -127,7 +150,7 @@ def test_what_is_accepted(tiny_model: TinyModel) -> None:
     geometries: Any = paged.runner._geometries
     nothing: Any = None
     decoding = Decoding(nothing, nothing, RunEachTime(), LIMITS)
-    runner = DecodeRunner(geometries, torch.device("cpu"), decoding)
+    runner = DecodeRunner(geometries, torch.device("cpu"), decoding, paged.runner.feed)
     paged.slice("long", range(63))
     last, beyond = paged.slice("long", [1]), paged.slice("long", [1])
     singles = [paged.slice(str(i), [1]) for i in range(7)]
@@ -171,7 +194,7 @@ def decode_runner(
     network: Any = tokens_and_positions
     decoding = Decoding(network, step, capture, LIMITS)
     geometries: Any = paged.runner._geometries
-    return DecodeRunner(geometries, paged.storage.device, decoding, queue)
+    return DecodeRunner(geometries, paged.storage.device, decoding, paged.runner.feed, queue)
 
 
 def test_b38_steps_that_are_queued_together_keep_their_own_values(tiny_model: TinyModel) -> None:
@@ -196,6 +219,29 @@ def test_b38_steps_that_a_late_device_has_not_begun_keep_their_own_values(
     torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]
     found = [runner.forward([paged.slice("a", [7 + n])]) for n in range(4)]
     assert [row.item() for row in found] == [1000.0 * (7 + n) + n + 1 for n in range(4)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_graphs_captured_over_padding_compute_what_launches_do(tiny_model: TinyModel) -> None:
+    """Several steps queued without waiting, each over the tokens that were put before it."""
+    pair = Pair(tiny_model("qwen2"), CUDAGraphs(torch.device("cuda", 0)))
+    runner = pair.bucketed.runner
+    runner.capture_decodes()
+    pair.feed(a=range(24), b=range(8), c=[5])
+    found, expected = [], []
+    for step in range(6):
+        runner.feed.put(torch.tensor([step, 2 * step, 7], device="cuda"))
+        pieces = [
+            pair.bucketed.slice("a", [0])._replace(feed=1),
+            pair.bucketed.slice("b", [3]),
+            pair.bucketed.slice("c", [0])._replace(feed=0),
+        ]
+        found.append(runner.forward(pieces).clone())
+        if step % 2:
+            torch.cuda.synchronize()
+        expected.append(pair.plain.feed(a=[2 * step], b=[3], c=[step]))
+    torch.testing.assert_close(torch.stack(found).cpu(), torch.stack(expected), atol=3e-3, rtol=0)
 
 
 @pytest.mark.gpu

@@ -4,7 +4,6 @@ slots.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -130,6 +129,24 @@ def test_logits_only_where_wanted(tiny_model: Callable[[str], Path]) -> None:
     assert nothing.shape == (0, paged.loaded.vocab_size)
 
 
+def test_tokens_of_the_step_before_are_taken_from_the_feed(
+    tiny_model: Callable[[str], Path],
+) -> None:
+    fed, plain = (PagedModel(tiny_model("qwen2")) for _ in range(2))
+    for paged in (fed, plain):
+        paged.feed(a=tokens(5, 1), b=tokens(9, 2))
+    fed.runner.feed.put(torch.tensor([7, 11, 13]))
+    pieces = [
+        fed.slice("b", [0])._replace(feed=2),
+        fed.slice("c", tokens(6, 3)),
+        fed.slice("a", [0])._replace(feed=0),
+    ]
+    expected = plain.feed(b=[13], c=tokens(6, 3), a=[7])
+    torch.testing.assert_close(fed.runner.forward(pieces), expected, atol=0, rtol=0)
+    with pytest.raises(ValueError, match="at most 1024 draws"):
+        fed.runner.feed.put(torch.zeros(1025, dtype=torch.int64))
+
+
 def test_rows_do_not_see_each_other(tiny_model: Callable[[str], Path]) -> None:
     """A sequence whose keys are NaN spoils no other row of its batch."""
     paged = PagedModel(tiny_model("llama"))
@@ -153,7 +170,7 @@ class TestRefused:
 
     def refuse(self, paged: PagedModel, match: str, **changes: Any) -> None:
         good = paged.slice("a", tokens(12, 1))
-        bad = dataclasses.replace(good, **changes)
+        bad = good._replace(**changes)
         with pytest.raises(AttentionInputError, match=match):
             paged.runner.forward([bad])
 

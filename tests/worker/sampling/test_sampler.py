@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tests.support import naive_sampling as naive
 from tests.support.devices import DEVICES, usable
 from worker.messages import SamplingParams
-from worker.sampling import Sampled, SampleRow, SamplingFailed, sample
-from worker.sampling.batched import draw_rows
-from worker.sampling.noise import gumbel_noise, high_bits, row_keys
-from worker.sampling.rowwise import draw_row
+from worker.ports import Draw
+from worker.sampling import Sampled, SampleResult, SamplingFailed, queue_draws, sample
+from worker.sampling.noise import gumbel_noise, high_bits, key_rows, row_keys
+from worker.upload import upload
 
 
 @pytest.fixture(params=DEVICES)
@@ -31,8 +31,8 @@ def make_row(
     banned: tuple[int, ...] = (),
     choice: int = 0,
     **params: Any,
-) -> SampleRow:
-    return SampleRow(
+) -> Draw:
+    return Draw(
         params=SamplingParams(**params),
         choice=choice,
         output_index=len(output),
@@ -42,13 +42,13 @@ def make_row(
     )
 
 
-def naive_row(row: SampleRow) -> naive.NaiveRow:
+def naive_row(row: Draw) -> naive.NaiveRow:
     return naive.NaiveRow(
         row.params, row.choice, row.output_index, row.prompt_tokens, row.output_tokens, row.banned
     )
 
 
-def tokens(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
+def tokens(logits: torch.Tensor, rows: Sequence[Draw]) -> list[int]:
     found = sample(logits, rows)
     assert all(isinstance(result, Sampled) for result in found)
     return [result.token for result in found if isinstance(result, Sampled)]
@@ -56,6 +56,23 @@ def tokens(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
 
 def random_logits(rows: int, vocab: int, seed: int = 0, spread: float = 2.0) -> torch.Tensor:
     return spread * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_alike(found: Sequence[SampleResult], expected: Sequence[SampleResult]) -> None:
+    """Equal tokens and failures, and log-probabilities to the last bits of float32."""
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        if isinstance(one, SamplingFailed) or isinstance(other, SamplingFailed):
+            assert one == other
+            continue
+        assert one.token == other.token
+        assert (one.logprob is None) == (other.logprob is None)
+        if one.logprob is None or other.logprob is None:
+            continue
+        assert one.logprob.logprob == pytest.approx(other.logprob.logprob, abs=1e-5)
+        assert [token for token, _ in one.logprob.top] == [token for token, _ in other.logprob.top]
+        values = [value for _, value in other.logprob.top]
+        assert [value for _, value in one.logprob.top] == pytest.approx(values, abs=1e-5)
 
 
 ids = st.integers(0, 59)
@@ -80,7 +97,7 @@ row_strategy = st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(rows=st.lists(row_strategy, min_size=1, max_size=8), seed=st.integers(0, 1000))
-def test_every_row_equals_its_naive_twin(rows: list[SampleRow], seed: int) -> None:
+def test_every_row_equals_its_naive_twin(rows: list[Draw], seed: int) -> None:
     logits = random_logits(len(rows), 60, seed)
     before = logits.clone()
     expected = [
@@ -92,18 +109,20 @@ def test_every_row_equals_its_naive_twin(rows: list[SampleRow], seed: int) -> No
 
 @settings(max_examples=60, deadline=None)
 @given(rows=st.lists(row_strategy, min_size=1, max_size=4), seed=st.integers(0, 1000))
-def test_both_ways_of_drawing_agree(rows: list[SampleRow], seed: int) -> None:
+def test_both_ways_of_drawing_agree(rows: list[Draw], seed: int) -> None:
     """What a GPU computes for all rows and what a CPU computes row by row, both on CPU."""
     logits = random_logits(len(rows), 3000, seed, spread=4.0)
-    rows = [row for row in rows if not row.is_greedy]
-    vocabulary = torch.arange(3000, dtype=torch.int32)
-    alone = [draw_row(logits[i], row, vocabulary) for i, row in enumerate(rows)]
-    assert not rows or draw_rows(logits[: len(rows)], rows) == alone
+    before = logits.clone()
+    queued = queue_draws(logits, rows)
+    assert torch.equal(logits, before)
+    found = queued.results()
+    assert_alike(found, sample(logits, rows))
+    assert queued.tokens.tolist() == [one.token for one in found if isinstance(one, Sampled)]
 
 
 @settings(max_examples=60, deadline=None)
 @given(rows=st.lists(row_strategy, min_size=2, max_size=8), seed=st.integers(0, 1000))
-def test_a_row_is_independent_of_its_batch(rows: list[SampleRow], seed: int) -> None:
+def test_a_row_is_independent_of_its_batch(rows: list[Draw], seed: int) -> None:
     logits = random_logits(len(rows), 60, seed)
     together = sample(logits, rows)
     alone = [sample(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
@@ -135,6 +154,7 @@ def test_large_vocabulary_equals_naive(device: str, params: dict[str, Any], spre
         naive.draw(logits[i].double().numpy(), naive_row(row)) for i, row in enumerate(rows)
     ]
     assert tokens(logits.to(device), rows) == expected
+    assert queue_draws(logits.to(device), rows).tokens.tolist() == expected
 
 
 def test_ties_at_a_boundary_are_all_kept() -> None:
@@ -146,6 +166,8 @@ def test_ties_at_a_boundary_are_all_kept() -> None:
             for i in range(300)
         }
         assert drawn == set(range(10))
+        rows = [make_row(output=[0] * i, seed=5, temperature=1.0, **params) for i in range(300)]
+        assert set(queue_draws(logits.expand(300, -1), rows).tokens.tolist()) == drawn
 
 
 def test_noise_is_the_published_hash(device: str) -> None:
@@ -181,6 +203,30 @@ def test_noise_is_the_same_on_a_gpu() -> None:
     print(f"{(noise != expected[1]).double().mean():.1e} of the noise differs in its last bits")
     torch.testing.assert_close(noise, expected[1], rtol=1e-14, atol=1e-15)
     assert torch.equal(noise.argmax(1), expected[1].argmax(1))
+
+
+def test_keys_of_many_rows_are_those_of_each() -> None:
+    rows = [
+        make_row(output=[1] * i, choice=i % 3, seed=seed)
+        for i, seed in enumerate((0, 1, 2**63 - 1, 0x9E3779B97F4A7C15 >> 1))
+    ]
+    expected = row_keys(rows, torch.device("cpu"))[:, :, 0].numpy()
+    assert np.array_equal(key_rows(rows), expected)
+
+
+@pytest.mark.gpu
+def test_uploads_are_kept_until_they_are_copied() -> None:
+    """Two in a row before anybody waits (their arrays may go at once)."""
+    device = torch.device(usable("cuda"))
+    arrays: list[Any] = [
+        np.arange(5, dtype=np.int64) + (1 << 40),
+        np.ones((2, 3)),
+        np.zeros(0, np.int32),
+    ]
+    sent = [upload([array + i for array in arrays], device) for i in range(2)]
+    for i, tensors in enumerate(sent):
+        for tensor, array in zip(tensors, arrays, strict=True):
+            np.testing.assert_array_equal(tensor.cpu().numpy(), array + i)
 
 
 def test_noise_is_gumbel() -> None:
@@ -258,6 +304,9 @@ class TestFailures:
         logits = random_logits(3, 40)
         logits[1, 17] = value
         found = sample(logits, [make_row(**params)] * 3)
+        queued = queue_draws(logits, [make_row(**params)] * 3)
+        assert_alike(queued.results(), found)
+        assert 0 <= int(queued.tokens[1]) < 40
         assert isinstance(found[1], SamplingFailed)
         assert "expected finite logits" in found[1].reason
         assert isinstance(found[0], Sampled)
@@ -271,7 +320,8 @@ class TestFailures:
     def test_nothing_left(self) -> None:
         everything = tuple(range(40))
         rows = [make_row(banned=everything, temperature=0.0), make_row(banned=everything)]
-        for result in sample(random_logits(2, 40), rows):
+        logits = random_logits(2, 40)
+        for result in (*sample(logits, rows), *queue_draws(logits, rows).results()):
             assert result == SamplingFailed("every token is banned")
 
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -286,6 +336,7 @@ class TestFailures:
     def test_overflow_is_not_called_a_ban(self, temperature: float, params: dict[str, Any]) -> None:
         row = make_row(output=range(40), temperature=temperature, **params)
         (result,) = sample(random_logits(1, 40), [row])
+        assert queue_draws(random_logits(1, 40), [row]).results() == [result]
         assert isinstance(result, SamplingFailed)
         assert "overflow" in result.reason
         assert "banned" not in result.reason

@@ -14,6 +14,8 @@ from worker.model.step_metadata import (
     TILE_TOKENS,
     MetadataShape,
     StepMetadata,
+    describe_decode,
+    describe_padding,
     describe_step,
 )
 
@@ -88,3 +90,46 @@ def test_a_vector_of_another_kind_is_refused() -> None:
     ):
         with pytest.raises(AttentionInputError, match="expected step metadata"):
             StepMetadata(shape, vector)
+
+
+def test_a_decode_batch_is_described_in_place_as_it_is_anew() -> None:
+    shape = MetadataShape.for_decode(4, [5, 9])
+    vector = describe_padding(shape)
+    assert np.array_equal(StepMetadata(shape, torch.from_numpy(vector)).lengths, [0] * 4)
+    # More sequences, then fewer and shorter ones: what is left over is never read.
+    for starts in ([9, 0, 31, 8], [12, 30], [3]):
+        pieces = [piece(start, 1) for start in starts]
+        describe_decode(vector, pieces, GEOMETRIES, shape)
+        found = StepMetadata(shape, torch.from_numpy(vector))
+        expected = described(pieces, shape)
+        for name in ("starts", "lengths", "first_rows"):
+            assert torch.equal(getattr(found, name), getattr(expected, name)), name
+        for one, other, geometry in zip(found.groups, expected.groups, GEOMETRIES, strict=True):
+            assert torch.equal(one.write_slots, other.write_slots)
+            count = len(pieces)
+            assert torch.equal(one.write_offsets[:count], other.write_offsets[:count])
+            for i, start in enumerate(starts):
+                used = start // geometry.tokens_per_block + 1
+                assert torch.equal(one.block_table[i, :used], other.block_table[i, :used])
+
+
+def test_what_a_decode_needs_is_checked() -> None:
+    shape = MetadataShape.for_decode(2, [5, 9])
+    vector = describe_padding(shape)
+    good = [piece(9, 1), piece(20, 1)]
+    wide, narrow = good[1].block_tables
+
+    def describe(*tables: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
+        pieces = [good[0], good[1]._replace(block_tables=tables)]
+        describe_decode(vector, pieces, GEOMETRIES, shape)
+
+    stale = narrow.copy()
+    stale[:3] = -1  # positions 15 .. 20 are seen: blocks 3 to 5
+    describe(wide, stale)
+    stale[3] = -1
+    with pytest.raises(AttentionInputError, match=r"group 1: expected slots in 0\.\.99"):
+        describe(wide, stale)
+    with pytest.raises(AttentionInputError, match=r"group 0: expected slots .* got \[100\]"):
+        describe(np.array([100, *wide[1:]], np.int32), narrow)
+    with pytest.raises(AttentionInputError, match="needs 3 blocks, its block table has 2"):
+        describe(wide[:2], narrow)
