@@ -148,8 +148,8 @@ async def test_a_generation_rank_is_killed_while_it_dials() -> None:
 
 async def test_peers_that_come_and_die_leave_nothing_in_the_survivor() -> None:
     """Neither descriptors nor shared memory: the next one would find less of both. All but the
-    first die in the middle of a transfer, context ranks between two messages: of one that dies
-    within a message UCX keeps what the survivor had for it.
+    first die in the middle of a transfer, between two messages: of one that dies within a message
+    UCX keeps what the survivor had for it.
     """
     held: list[ProcessFacts] = []
     async with (
@@ -166,13 +166,12 @@ async def test_peers_that_come_and_die_leave_nothing_in_the_survivor() -> None:
                 context.signal(signal.SIGKILL)
                 await node.engine.expect(SessionEnded, name)
             async with generation_process(GenerationFacts(FACTS, address)) as receiver:
-                if held:
-                    receiver.process.order(f"signal SIGKILL killed {number}")
-                receiver.process.order(f"start killed {number}")
-                if not held:
-                    await receiver.process.line_of(f"home killed {number}")
-                    receiver.signal(signal.SIGKILL)
-                await ends.of(f"killed {number}")
+                name = name if held else "killed"
+                receiver.process.order(f"start {name}")
+                shipped = f"chunk {name} {BLOCKS - FACTS.chunk_blocks}"
+                await receiver.process.line_of(shipped if held else f"home {name}")
+                receiver.signal(signal.SIGKILL)
+                await ends.of(name)
             held.append(await settled(held[:1]))
     print(f"after the first and the sixth death of each kind: {held[0]}, {held[-1]}")
 

@@ -8,6 +8,7 @@ only and never runs code that comes with a model.
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ from worker.model.shard import ShardPlan
 from worker.model.source import ModelSource, locate
 from worker.progress import Progress
 
+_TRANSFORMERS: Final = threading.Lock()
 GENERATION_CONFIG: Final = "generation_config.json"
 SHOWN: Final = 8
 """Names of tensors in one message."""
@@ -284,7 +286,16 @@ def eos_token_ids(config: Any, generation_config: Any) -> tuple[int, ...]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars and reports of transformers on standard error: ours come by callback."""
+    """No progress bars and reports of transformers on standard error: ours come by callback.
+
+    One thread at a time: these switches are the process's, and so are functions that transformers
+    replaces while it loads (tying of weights among them). Two threads would leave each other's.
+    """
+    with _TRANSFORMERS:
+        yield from _quiet()
+
+
+def _quiet() -> Iterator[None]:
     shown = transformers_logging.is_progress_bar_enabled()
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()

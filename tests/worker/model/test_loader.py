@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tests.support.models import FAMILIES, WINDOW
 from worker.model.errors import ModelLoadError
 from worker.model.families import describe
 from worker.model.gguf_header import read_gguf_header
-from worker.model.loader import load_model
+from worker.model.loader import load_model, quiet_transformers
 from worker.model.source import locate
 
 TinyModel = Callable[[str], Path]
@@ -222,3 +223,19 @@ class TestGGUF:
         writer.close()
         with pytest.raises(ModelLoadError, match="'mamba' is not supported"):
             load_model(path)
+
+
+def test_threads_take_turns_with_transformers() -> None:
+    """What it replaces while it loads, it puts back: unless another thread came between."""
+    entered = threading.Event()
+
+    def other() -> None:
+        with quiet_transformers():
+            entered.set()
+
+    thread = threading.Thread(target=other)
+    with quiet_transformers():
+        thread.start()
+        assert not entered.wait(0.2)
+    thread.join()
+    assert entered.is_set()
