@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.transfer.agent_rig import HANDOFF
 from tests.transfer.context_process import AT_HOME, UNFINISHED, ContextFacts, fill_tokens
 from tests.transfer.generation_process import GenerationFacts
 from tests.transfer.ucx_contexts import (
@@ -88,23 +89,32 @@ async def test_a_stopped_context_rank_writes_no_page_after_it_was_given_up(
 async def test_a_stopped_generation_rank_takes_no_page_that_was_given_up(
     message_us: float,
 ) -> None:
-    """The sender's pages hold something else when it goes on: that must not pass as the prompt."""
+    """The sender's pages hold something else when it goes on: that must not pass as the prompt. It
+    stops between the first chunk and the others.
+    """
     facts = replace(FACTS, message_us=message_us)
-    async with context_here(facts) as (rank, address, ends):
+    async with context_here(facts, HoldingRank) as (rank, address, ends):
         async with generation_process(GenerationFacts(facts, address)) as receiver:
             receiver.process.order("signal SIGSTOP r")
             receiver.process.order("start r")
+            await receiver.process.line_of("ready r")
+            first, *others = range(0, BLOCKS, facts.chunk_blocks)
+            rank.ship_chunk("r", first)
             await receiver.process.line_of("chunk r")
+            for start in others:
+                rank.ship_chunk("r", start)
+            rank.agent.hand_off("r", HANDOFF)
             assert "no word from the peer" in await ends.of("r")
             assert await all_home(rank) == AT_HOME
             for array in rank.memory.pools.values():
                 array[:] = STAMP
             receiver.signal(signal.SIGCONT)
-            # What had all come before it stopped may succeed; a wrong page is counted.
-            print(await receiver.process.line_of("ended r"))
+            assert "failed" in await receiver.process.line_of("ended r")
             await receiver.process.line_of("home r")
             fill_tokens(rank.memory, FACTS)
             receiver.process.order("start next#3")
+            await receiver.process.line_of("ready next#3")
+            rank.ship("next#3")
             assert "succeeded" in await receiver.process.line_of("ended next#3")
             assert await receiver.home() == AT_HOME
         assert len(ends) == 2
