@@ -1,8 +1,8 @@
 """Output tokens of many requests in one message, as columns.
 
 A step gives each of hundreds of choices one token. As a validated object each they cost both ends
-more than all else a step says; columns of bytes cost less than half of it. Nobody but this file sees
-the columns.
+more than all else a step says; columns of bytes cost less than half of it. Nobody but this file
+sees the columns.
 """
 
 from __future__ import annotations
