@@ -30,7 +30,7 @@ def measure(device: torch.device) -> Limits:
     left = torch.randn(side, side, dtype=torch.bfloat16, device=device)
     out = torch.empty_like(left)
     product = device_seconds(lambda: torch.mm(left, left, out=out), device)
-    return Limits(round(copy / 1e9, 1), round(2 * side**3 / product / 1e12, 4))
+    return Limits(_shown(copy / 1e9), _shown(2 * side**3 / product / 1e12))
 
 
 def _copy_bandwidth(device: torch.device, size: int) -> float:
@@ -40,3 +40,8 @@ def _copy_bandwidth(device: torch.device, size: int) -> float:
         return 2 * size / once(lambda: target.copy_(source), device)
     # Not in a graph: a copy there is the copy engines' work, at two thirds of the rate.
     return 2 * size / replay_seconds(lambda: target.copy_(source))
+
+
+def _shown(rate: float) -> float:
+    """Five digits, wherever its point is: what others are divided by must not become 0."""
+    return float(f"{rate:.5g}")

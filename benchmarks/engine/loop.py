@@ -10,6 +10,7 @@ from typing import cast
 import numpy as np
 from typing_extensions import override
 
+from benchmarks.engine.steps import Run, Step
 from benchmarks.engine.workloads import Load
 from kvcache_core.layout import LayoutPlan
 from kvcache_core.manager import UnifiedKVCacheManager
@@ -28,6 +29,7 @@ from worker.ranks import RankManager
 
 DEADLINE_MS = 3_600_000
 MAX_RUNNING = 256
+TOKEN_BYTES = 4
 
 
 class NoTransfers:
@@ -38,17 +40,20 @@ class NoTransfers:
 
 
 class Collected(Output):
-    """Counts what comes out."""
+    """Steps whose tokens came out, and how requests ended."""
 
     def __init__(self) -> None:
-        self.tokens = 0
+        self.steps: list[Step] = []
         self.outcomes: list[str] = []
 
     @override
     def deliver(self, outputs: Sequence[tuple[int, StepOutput]]) -> None:
+        tokens = 0
         for _, output in outputs:
-            self.tokens += sum(len(run.tokens) // 4 for run in output.runs)
+            tokens += sum(len(run.tokens) // TOKEN_BYTES for run in output.runs)
             self.outcomes += [f"{leg.outcome} {leg.message}".strip() for leg in output.ended]
+        if tokens:
+            self.steps.append(Step(time.perf_counter(), tokens))
 
     @override
     def broadcast(self, output: StepOutput) -> None:
@@ -94,28 +99,29 @@ class Loop:
             ),
         )
 
-    def tok_s(self, load: Load) -> float:
-        """Output tokens a second, from the first request to the last token.
+    def run(self, load: Load) -> Run:
+        """All requests at once, until the last token of the last one.
 
         Raises:
             RuntimeError: a request ended otherwise than with all its tokens.
         """
         random = np.random.default_rng(self._sent)
         items = [self._command(random, load) for _ in range(load.requests)]
-        before, done = self._collected.tokens, len(self._collected.outcomes)
+        collected = self._collected
+        collected.steps.clear()
+        collected.outcomes.clear()
         began = time.perf_counter()
         self._engine.turn(items)
-        while len(self._collected.outcomes) < done + load.requests:
+        while len(collected.outcomes) < load.requests:
             if not self._engine.turn([]):
                 raise RuntimeError("expected the engine to go on until every request has ended")
-        taken = time.perf_counter() - began
-        found = self._collected.tokens - before
-        if found != load.requests * load.output:
+        run = Run(load, began, tuple(collected.steps))
+        if run.tokens != load.requests * load.output:
             raise RuntimeError(
-                f"expected {load.requests * load.output} tokens, got {found}; requests ended: "
-                f"{sorted(set(self._collected.outcomes[done:]))}"
+                f"expected {load.requests * load.output} tokens, got {run.tokens}; requests ended: "
+                f"{sorted(set(collected.outcomes))}"
             )
-        return found / taken
+        return run
 
     def _command(self, random: np.random.Generator, load: Load) -> FrontEndCommand:
         self._sent += 1

@@ -1,61 +1,61 @@
-"""Single steps through the runner: decode at batch 1, a prefill, a large batch at long context."""
+"""What is told of a run by when its steps' tokens came out: the same of every engine."""
 
 from __future__ import annotations
 
-import time
+import statistics
+from dataclasses import dataclass
+from itertools import pairwise
 
-import numpy as np
-import torch
-
-from benchmarks.engine.shape import TOKENS_PER_BLOCK
-from benchmarks.timing import once, wait
-from worker.model.runner import ModelRunner, SequenceSlice
+from benchmarks.engine.workloads import Load
 
 
-class Steps:
-    """Sequences over hand-made block tables: no scheduler, no sampler but an argmax."""
+@dataclass(frozen=True)
+class Step:
+    """``tokens`` came out together at ``ended_s``: one of each sequence that took part."""
 
-    def __init__(self, runner: ModelRunner, device: torch.device, groups: int) -> None:
-        self._runner = runner
-        self._device = device
-        self._groups = groups
+    ended_s: float
+    tokens: int
 
-    def decode_tok_s(self, prompt: int, generated: int) -> float:
-        """Tokens a second of one sequence after the first of ``generated``; each token is on the
-        host before the next step.
+
+@dataclass(frozen=True)
+class Run:
+    """``load``, asked for at ``began_s``; its ``steps`` with tokens, in order."""
+
+    load: Load
+    began_s: float
+    steps: tuple[Step, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Of all steps."""
+        return sum(step.tokens for step in self.steps)
+
+    def decode_tok_s(self) -> float:
+        """Of one sequence, after its first token."""
+        return (len(self.steps) - 1) / (self.steps[-1].ended_s - self.steps[0].ended_s)
+
+    def first_step_ms(self) -> float:
+        """From the request to the first token."""
+        return (self.steps[0].ended_s - self.began_s) * 1e3
+
+    def whole_step_ms(self) -> float:
+        """Median of the steps that gave every sequence a token, as did the step before.
+
+        Raises:
+            RuntimeError: there are no two such steps.
         """
-        table = np.arange(-(-(prompt + generated) // TOKENS_PER_BLOCK), dtype=np.int32)
-        self._forward([self._slice(np.zeros(prompt, np.int32), 0, table)])
-        wait(self._device)
-        token = 0
-        began = time.perf_counter()
-        for at in range(prompt, prompt + generated - 1):
-            token = self._next(token, at, table)
-        return (generated - 1) / (time.perf_counter() - began)
+        apart = [
+            after.ended_s - before.ended_s
+            for before, after in pairwise(self.steps)
+            if before.tokens == after.tokens == self.load.requests
+        ]
+        if not apart:
+            raise RuntimeError(
+                f"expected two steps of all {self.load.requests} sequences, got "
+                f"{[step.tokens for step in self.steps]}"
+            )
+        return statistics.median(apart) * 1e3
 
-    def prefill_ms(self, tokens: int) -> float:
-        """One prompt in one step."""
-        table = np.arange(-(-tokens // TOKENS_PER_BLOCK), dtype=np.int32)
-        piece = self._slice(np.zeros(tokens, np.int32), 0, table)
-        return once(lambda: self._forward([piece]), self._device) * 1000
-
-    def decode_step_ms(self, sequences: int, context: int) -> float:
-        """One step of as many sequences, each with a context of its own."""
-        width = -(-(context + 1) // TOKENS_PER_BLOCK)
-        tables = np.arange(sequences * width, dtype=np.int32).reshape(sequences, width)
-        batch = [self._slice(np.ones(1, np.int32), context, table) for table in tables]
-        return once(lambda: self._forward(batch), self._device) * 1000
-
-    def _next(self, token: int, at: int, table: np.ndarray[tuple[int], np.dtype[np.int32]]) -> int:
-        return int(self._forward([self._slice(np.array([token], np.int32), at, table)]).argmax())
-
-    def _slice(
-        self,
-        tokens: np.ndarray[tuple[int], np.dtype[np.int32]],
-        start: int,
-        table: np.ndarray[tuple[int], np.dtype[np.int32]],
-    ) -> SequenceSlice:
-        return SequenceSlice(tokens, start, (table,) * self._groups, wants_logits=True)
-
-    def _forward(self, batch: list[SequenceSlice]) -> torch.Tensor:
-        return self._runner.forward(batch)
+    def tok_s(self) -> float:
+        """Output tokens a second, from the requests to the last token."""
+        return self.tokens / (self.steps[-1].ended_s - self.began_s)

@@ -39,6 +39,11 @@ class Workloads:
     """Everything at once, by key."""
 
     @property
+    def prefill(self) -> Load:
+        """The prompt of ``prefill_tokens``."""
+        return Load(1, self.prefill_tokens, 1)
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest sequence of all."""
         loads = (self.decode, self.wide, *self.loads.values())

@@ -17,6 +17,7 @@ from worker.model.fused import LayerParts
 from worker.model.heads import Angles, HeadRows, Placing
 from worker.model.kernels.activation import silu_product
 from worker.model.kernels.rotary import HeadNorm, Places, Rotary, rotate_and_store
+from worker.model.kernels.row_norm import WIDEST, row_norm
 from worker.model.kernels.skinny import MOST_ROWS, Matrix, Norm, gated_product, product
 from worker.model.products import Activation, Product, RowNorm
 
@@ -38,20 +39,20 @@ class KernelProduct(Product):
         if 0 < len(rows) <= MOST_ROWS:
             return product(rows, self._matrix, residual=residual)
         if self._matrix.bias is not None:
-            residual = residual + self._matrix.bias
-        return torch.addmm(residual, rows, self._matrix.weight.t())
+            residual += self._matrix.bias
+        return residual.addmm_(rows, self._matrix.weight.t())
 
     @override
     def normed(self, rows: torch.Tensor, norm: RowNorm) -> torch.Tensor:
         if _takes_norm(rows):
             return product(rows, self._matrix, norm=Norm(norm.weight, norm.eps))
-        return self(norm(rows))
+        return self(_normed(rows, norm))
 
     @override
     def gated(self, rows: torch.Tensor, norm: RowNorm, activation: Activation) -> torch.Tensor:
         if _takes_norm(rows):
             return gated_product(rows, self._matrix, norm=Norm(norm.weight, norm.eps))
-        normed = norm(rows)
+        normed = _normed(rows, norm)
         if 0 < len(rows) <= MOST_ROWS:
             return gated_product(normed, self._matrix)
         return silu_product(linear(normed, self._matrix.weight, self._matrix.bias))
@@ -82,6 +83,10 @@ class KernelPlacing(Placing):
 
 
 KERNEL_PARTS: Final = LayerParts(KernelProduct, KernelPlacing)
+
+
+def _normed(rows: torch.Tensor, norm: RowNorm) -> torch.Tensor:
+    return row_norm(rows, norm.weight, norm.eps) if rows.shape[1] <= WIDEST else norm(rows)
 
 
 def _takes_norm(rows: torch.Tensor) -> bool:

@@ -47,7 +47,7 @@ class Product(ABC):
 
     @abstractmethod
     def added_to(self, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """``residual + product``; the argument is not changed."""
+        """``residual + product``, which may take the residual's memory."""
 
     def normed(self, rows: torch.Tensor, norm: RowNorm) -> torch.Tensor:
         """The product of normed rows: ``[T, out]``, contiguous."""

@@ -14,6 +14,7 @@ import torch
 import triton
 
 from worker.model.errors import AttentionInputError
+from worker.model.kernels.ahead import ahead_of
 from worker.model.kernels.page_write import write_rows
 from worker.model.kernels.paged_decode import decode_part, join_parts
 from worker.model.kernels.paged_prefill import prefill_tile
@@ -249,6 +250,7 @@ def decode(
         KEYS=tiling.keys,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
+        **ahead_of(query.device),
     )
     if splits > 1:
         join_parts[(heads, sequences)](
@@ -261,6 +263,7 @@ def decode(
             SPLITS=splits,
             WIDTH=width_of(dim),
             num_warps=1 if splits <= 8 else 4,
+            **ahead_of(query.device),
         )
 
 

@@ -8,14 +8,21 @@ import torch
 import triton
 import triton.language as tl
 
+from worker.model.kernels.ahead import ahead_of, wait_for_previous
+
 BLOCK: Final = 1024
 WARPS: Final = 4
 
 
 @triton.jit
 def _silu_product(
-    gate_up: tl.tensor, out: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr
+    gate_up: tl.tensor,
+    out: tl.tensor,
+    width: tl.tensor,
+    BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
 ) -> None:
+    wait_for_previous(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     valid = column < width
@@ -31,5 +38,7 @@ def silu_product(gate_up: torch.Tensor) -> torch.Tensor:
     num_rows, width = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, width)
     grid = (num_rows, triton.cdiv(width, BLOCK))
-    _silu_product[grid](gate_up, out, width, BLOCK=BLOCK, num_warps=WARPS)
+    _silu_product[grid](
+        gate_up, out, width, BLOCK=BLOCK, num_warps=WARPS, **ahead_of(gate_up.device)
+    )
     return out

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from worker.model.kernels.ahead import wait_for_previous
 from worker.model.kernels.scoring import capped, folded, token_offsets, visible
 
 
@@ -47,7 +48,9 @@ def decode_part(  # noqa: PLR0913, PLR0915  # a kernel is one function
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ) -> None:
+    wait_for_previous(AHEAD)
     head = tl.program_id(0)
     part = tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
@@ -129,7 +132,9 @@ def join_parts(  # noqa: PLR0913
     DIM: tl.constexpr,
     SPLITS: tl.constexpr,
     WIDTH: tl.constexpr,
+    AHEAD: tl.constexpr,
 ) -> None:
+    wait_for_previous(AHEAD)
     head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     if tl.load(lengths + sequence) == 0:

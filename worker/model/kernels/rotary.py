@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from worker.model.errors import AttentionInputError
+from worker.model.kernels.ahead import ahead_of, wait_for_previous
 from worker.model.kernels.page_write import on_float8_grid
 from worker.model.page_numbers import FLOAT8_LIMIT, PageNumbers
 
@@ -78,7 +79,9 @@ def _rotate_and_store(  # noqa: PLR0913
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ) -> None:
+    wait_for_previous(AHEAD)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     num_heads = num_query + 2 * num_kv
@@ -107,9 +110,12 @@ def _rotate_and_store(  # noqa: PLR0913
     new_low = tl.where(turned[:, None], low * c - high * s, low)
     new_high = tl.where(turned[:, None], high * c + low * s, high)
     kind = heads.dtype.element_ty
-    tl.store(source + pair[None, :], new_low.to(kind), mask=in_pair)
-    tl.store(source + half + pair[None, :], new_high.to(kind), mask=in_pair)
-    tl.store(source + rest[None, :], tail.to(kind), mask=in_rest)
+    # Values stay as they are; what follows the rotated part does without a norm.
+    changed = turned[:, None]
+    tl.store(source + pair[None, :], new_low.to(kind), mask=in_pair & changed)
+    tl.store(source + half + pair[None, :], new_high.to(kind), mask=in_pair & changed)
+    if HAS_NORM:
+        tl.store(source + rest[None, :], tail.to(kind), mask=in_rest & changed)
     slot = tl.load(slots + token).to(tl.int64)
     offset = tl.load(offsets + token).to(tl.int64)
     row = head - num_query
@@ -175,6 +181,7 @@ def rotate_and_store(
         REST_BLOCK=triton.next_power_of_2(max(dim - rotated, 1)),
         HEADS=HEADS,
         num_warps=WARPS,
+        **ahead_of(heads.device),
     )
 
 

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from worker.model.errors import AttentionInputError
+from worker.model.kernels.ahead import ahead_of, wait_for_previous
 
 MOST_ROWS: Final = 32
 """Rows above which a general product is the faster one."""
@@ -68,7 +69,9 @@ def _one_row(  # noqa: PLR0913
     NUM_IN: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
+    AHEAD: tl.constexpr,
 ) -> None:
+    wait_for_previous(AHEAD)
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     valid = outs < num_out
     ins = tl.arange(0, BLOCK_IN)
@@ -128,7 +131,9 @@ def _few_rows(  # noqa: PLR0913
     ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
+    AHEAD: tl.constexpr,
 ) -> None:
+    wait_for_previous(AHEAD)
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     valid = outs < num_out
     ins = tl.arange(0, BLOCK_IN)
@@ -175,9 +180,9 @@ def _few_rows(  # noqa: PLR0913
 
 
 ONE_ROW: Final = (
-    (1 << 15, 0, Tiling(4, 2048, 8, 3)),
-    (1 << 13, 0, Tiling(4, 1024, 4, 3)),
-    (1 << 12, 1 << 13, Tiling(4, 2048, 4, 3)),
+    (1 << 15, 0, Tiling(8, 1024, 8, 3)),
+    (1 << 13, 0, Tiling(2, 4096, 8, 2)),
+    (1 << 12, 1 << 13, Tiling(2, 2048, 4, 3)),
     (6 << 10, 0, Tiling(16, 512, 4, 3)),
     (0, 0, Tiling(2, 2048, 8, 3)),
 )
@@ -268,9 +273,10 @@ def _launch(
         "GATED": len(weight) != num_out,
         "NUM_IN": weight.shape[1],
         "BLOCK_OUT": tiling.block_out,
-        "BLOCK_IN": tiling.block_in,
+        "BLOCK_IN": min(tiling.block_in, triton.next_power_of_2(weight.shape[1])),
         "num_warps": tiling.warps,
         "num_stages": tiling.stages,
+        **ahead_of(rows.device),
     }
     grid = (triton.cdiv(num_out, tiling.block_out),)
     if num_rows == 1:

@@ -60,7 +60,7 @@ def test_every_number_of_rows(num_rows: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(got, wanted, atol=limit, rtol=limit)
 
     check(found(rows), plain)
-    check(found.added_to(residual, rows), residual + plain)
+    check(found.added_to(residual.clone(), rows), residual + plain)
     check(found.normed(rows, norm), normed)
     gated = silu(normed[:, :6]) * normed[:, 6:]
     check(found.gated(rows, norm, silu), gated)
