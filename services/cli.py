@@ -182,16 +182,22 @@ SequenceOption = Annotated[
     ),
 ]
 BatchOption = Annotated[
-    int | None, typer.Option(help="Tokens of one step (default: 512).", rich_help_panel=CAPACITY)
+    int | None,
+    typer.Option(
+        help="Tokens of one step (default: 2048 on a GPU, 512 on a CPU).", rich_help_panel=CAPACITY
+    ),
 ]
 RunningOption = Annotated[
-    int | None, typer.Option(help="Sequences of one step (default: 64).", rich_help_panel=CAPACITY)
+    int | None,
+    typer.Option(
+        help="Sequences of one step (default: 256 on a GPU, 64 on a CPU).", rich_help_panel=CAPACITY
+    ),
 ]
 GraphsOption = Annotated[
     bool | None,
     typer.Option(
         "--decode-graphs/--no-decode-graphs",
-        help="Decode in CUDA graphs (default: no).",
+        help="Decode in CUDA graphs (default: where device and model have them).",
         rich_help_panel=CAPACITY,
     ),
 ]
@@ -199,7 +205,7 @@ UnderWayOption = Annotated[
     int | None,
     typer.Option(
         "--steps-under-way",
-        help="2: a step begins before the last one's results are seen (default: 1).",
+        help="2: a step begins before the last one's results are seen (default: on a GPU).",
         rich_help_panel=CAPACITY,
     ),
 ]

@@ -111,12 +111,14 @@ class ServeConfig(BaseModel):
     """Host memory of each instance for KV pages that its cache has no room for; 0: none."""
     tokens_per_block: int = Field(default=64, ge=1)
     max_sequence_tokens: AutoInt = Field(default=None, ge=1)
-    max_batch_tokens: int = Field(default=512, ge=1)
-    max_running: int = Field(default=64, ge=1)
-    decode_graphs: bool = False
-    """Decode in CUDA graphs, where the device and the model's family have them."""
-    steps_under_way: int = Field(default=1, ge=1, le=2)
-    """2: a step begins before the results of the one before it are seen."""
+    max_batch_tokens: AutoInt = Field(default=None, ge=1)
+    """Tokens of one step; None: 2,048 on a GPU, 512 on a CPU."""
+    max_running: AutoInt = Field(default=None, ge=1)
+    """Sequences of one step; None: 256 on a GPU, 64 on a CPU."""
+    decode_graphs: bool | None = None
+    """Decode in CUDA graphs; None: where the device and the model's family have them."""
+    steps_under_way: int | None = Field(default=None, ge=1, le=2)
+    """2: a step begins before the results of the one before it are seen; None: on a GPU."""
     ctx_demote_uncached_tokens: int | None = Field(default=None, ge=1)
     """Prompts that lack more tokens than this let others go first for a while; None: none does.
     The environment may say both (PAGEFERRY_CTX_DEMOTE_*)."""

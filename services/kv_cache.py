@@ -10,6 +10,7 @@ from typing import Final
 from services.config import ServeConfig
 from services.errors import ConfigError
 from services.resources import InstancePlan
+from services.step_limits import step_limits
 from services.units import format_bytes
 
 ELEMENT_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
@@ -50,16 +51,17 @@ def check_cache_holds_a_step(
     """
     if kv_elements_per_token is None:
         return
-    blocks = -(-config.max_batch_tokens // config.tokens_per_block)
     for plan in plans:
         if plan.kv_cache_bytes is None:
             continue  # the worker says it, with what it has measured
+        tokens = step_limits(config, plan.device).tokens
+        blocks = -(-tokens // config.tokens_per_block)
         sharers = plan.tensor_parallel_size // plan.attention_dp_size
         held = -(-kv_elements_per_token // sharers)
         block_bytes = config.tokens_per_block * held * kv_element_bytes(config, plan.device)
         if plan.kv_cache_bytes < blocks * block_bytes:
             raise ConfigError(
                 f"kv_cache_bytes: expected at least {format_bytes(blocks * block_bytes)}, which the"
-                f" {config.max_batch_tokens} tokens of a step of this model take, got "
+                f" {tokens} tokens of a step of this model take, got "
                 f"{format_bytes(plan.kv_cache_bytes)}; give more, or lower max_batch_tokens"
             )

@@ -40,6 +40,7 @@ from services.resources import (
     probe_gpus,
     read_machine,
 )
+from services.step_limits import step_limits
 from services.terminal import Terminal
 from services.tokenizer_cache import exported_tokenizer
 from services.units import format_bytes
@@ -113,6 +114,7 @@ def worker_config(
     host: str,
 ) -> WorkerConfig:
     """Configuration of one incarnation of one instance."""
+    limits = step_limits(config, plan.device)
     return WorkerConfig(
         incarnation=incarnation,
         role=plan.role,
@@ -129,8 +131,8 @@ def worker_config(
         staging_pairs=plan.staging_pairs,
         host_cache_bytes=config.host_cache_bytes,
         max_sequence_tokens=config.max_sequence_tokens,
-        max_batch_tokens=config.max_batch_tokens,
-        max_running=config.max_running,
+        max_batch_tokens=limits.tokens,
+        max_running=limits.sequences,
         decode_graphs=config.decode_graphs,
         steps_under_way=config.steps_under_way,
         ctx_demote_uncached_tokens=config.ctx_demote_uncached_tokens,

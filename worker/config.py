@@ -76,12 +76,12 @@ class WorkerConfig(BaseModel):
     """Token budget of one step; longer prompts are prefilled in chunks of this size."""
     max_running: int = Field(default=64, ge=1)
     """Sequences in one step at most."""
-    decode_graphs: bool = False
-    """Decode steps run in CUDA graphs, captured before the worker is ready, where the device and
-    the model's family have them.
+    decode_graphs: bool | None = None
+    """Decode steps run in CUDA graphs, captured before the worker is ready; None: where the device
+    and the model's family have them.
     """
-    steps_under_way: int = Field(default=1, ge=1, le=2)
-    """2: a step begins before the results of the one before it are seen."""
+    steps_under_way: int | None = Field(default=None, ge=1, le=2)
+    """2: a step begins before the results of the one before it are seen; None: on a GPU."""
     ctx_demote_uncached_tokens: int | None = Field(default=None, ge=1)
     """Prompts that lack more tokens than this give up the privilege of the oldest for a while;
     None: none does.

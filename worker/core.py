@@ -32,7 +32,7 @@ from worker.hook_declarations import declared_hooks
 from worker.interpreter import SharedInterpreter
 from worker.leading import LeaderTransfers
 from worker.messages import SamplingParams
-from worker.model.assembly import BucketedSteps, PlainSteps, StepLimits, can_capture
+from worker.model.assembly import BucketedSteps, PlainSteps, StepLimits, no_capture
 from worker.model.dp_ranks import DpRanks
 from worker.model.dp_runner import DpRunner
 from worker.model.loader import LoadedModel, load_model
@@ -45,6 +45,7 @@ from worker.ranks import RankManager
 from worker.recording import Follower, LeaderManager
 from worker.runtime_hooks import RuntimeHooks, manager_class, planner_of, refuse_idle
 from worker.scheduler import Demotion
+from worker.step_ways import StepMeans, step_ways
 
 logger = logging.getLogger(__name__)
 
@@ -115,18 +116,19 @@ def load_core(
     refuse_idle(hooks, plan)
     planner = planner_of(hooks, config)
     cache = manager_class(hooks, UnifiedKVCacheManager)
-    is_dp = isinstance(ranks, DpRanks)
-    graphs = config.decode_graphs and can_capture(loaded) and not is_dp
-    steps = BucketedSteps(loaded) if graphs else PlainSteps(loaded)
-    # A row that nobody wants would change a recurrent state in place.
-    has_states = any(group.life_cycle.is_state for group in plan.layer_groups)
-    depth = 1 if has_states else config.steps_under_way
+    means = StepMeans(
+        on_gpu=loaded.device.type == "cuda",
+        no_graphs=no_capture(loaded),
+        has_states=any(group.life_cycle.is_state for group in plan.layer_groups),
+    )
+    ways = step_ways(config, means)
+    steps = BucketedSteps(loaded) if ways.decode_graphs else PlainSteps(loaded)
 
     def executor_over(storage: TorchStorage, longest: int = limit) -> RankExecutor:
         runner = steps.runner(plan, storage, StepLimits(config.max_running, longest))
         if isinstance(ranks, DpRanks):
             return DpExecutor(DpRunner(runner, ranks), loaded.device)
-        return ModelExecutor(runner, loaded.device, depth)
+        return ModelExecutor(runner, loaded.device, ways.under_way)
 
     memory = memory_of(loaded.device)
     candidate = Candidate(
@@ -162,7 +164,7 @@ def load_core(
     progress(
         f"KV cache: {min(slots)} blocks of {plan.tokens_per_block} tokens, "
         f"{kv_dtypes(loaded.specs)}, {plan.pool_bytes(slots) / 1e6:.0f} MB{in_host_memory}; "
-        f"sequences of up to {longest} tokens"
+        f"sequences of up to {longest} tokens; {ways}"
     )
     if memory is not None:
         limit_torch(memory, size.needs, hooks.torch_mem_safety_margin)

@@ -37,7 +37,7 @@ from benchmarks.devices import DTYPES, add_device
 from benchmarks.engine import products, vllm_peer
 from benchmarks.engine.contest import Contest, Entrant
 from benchmarks.engine.figures import OURS, Figures
-from benchmarks.engine.ours import Ours
+from benchmarks.engine.ours import EngineLimits, Ours
 from benchmarks.engine.selection import Budget, Selection
 from benchmarks.engine.shape import ModelShape
 from benchmarks.engine.transformers_peer import TRANSFORMERS, TransformersPeer
@@ -87,7 +87,8 @@ class Comparison:
         if not keys:
             return {}
         try:
-            made = Ours(self._shape, self._device, self._dtype, self._asked, self._given.depth)
+            limits = EngineLimits(self._given.depth, self._given.max_batch_tokens)
+            made = Ours(self._shape, self._device, self._dtype, self._asked, limits)
             made.first_tokens()
         except Exception as error:  # noqa: BLE001  # reported, and the peers are worth having
             self._figures.failed(OURS, keys, error)
@@ -181,6 +182,12 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--depth", type=int, choices=(1, 2), default=2, help="steps under way in the engine loop"
     )
+    parser.add_argument(
+        "--max-batch-tokens",
+        type=int,
+        default=16384,
+        help="of one step of ours; the default is what vLLM takes on this GPU",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="of a figure, at most")
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="NAME", help="sides, keys or SIDE.KEY"
@@ -214,6 +221,7 @@ def main(given: Sequence[str] | None = None) -> None:
         result = Comparison(options_given, shape).run()
     result["shape"] = vars(shape)
     result["depth"] = options_given.depth
+    result["max_batch_tokens"] = options_given.max_batch_tokens
     if device.type == "cuda":
         result["device"] = torch.cuda.get_device_name(device)
     report.finish(result, options_given.out)

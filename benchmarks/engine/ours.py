@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -18,8 +20,15 @@ from benchmarks.engine.workloads import Load, Workloads
 from worker.executor import ModelExecutor
 from worker.model.assembly import BucketedSteps, StepLimits
 
-CHUNK_TOKENS: Final = 8192
 SPARE_BLOCKS: Final = 64
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """``depth``: steps under way. ``max_batch_tokens``: of one step."""
+
+    depth: int
+    max_batch_tokens: int
 
 
 class Ours:
@@ -31,23 +40,26 @@ class Ours:
         device: torch.device,
         dtype: torch.dtype,
         asked: Workloads,
-        depth: int,
+        limits: EngineLimits,
     ) -> None:
-        """``depth``: steps under way in the engine loop."""
         self._asked = asked
         with torch.inference_mode():
             self._loaded = make_model(shape, device, dtype)
             loads = (asked.decode, asked.prefill, asked.wide, *asked.loads.values())
             blocks = max(load.requests * _blocks(load) for load in loads) + SPARE_BLOCKS
             self._plan, self._storage = make_pages(self._loaded, blocks)
-            limits = StepLimits(MAX_RUNNING, asked.longest)
-            runner = BucketedSteps(self._loaded).runner(self._plan, self._storage, limits)
-        executor = ModelExecutor(runner, device, depth)
-        self._loop = Loop(self._loaded, self._plan, self._storage, executor, CHUNK_TOKENS)
+            step_limits = StepLimits(MAX_RUNNING, asked.longest)
+            runner = BucketedSteps(self._loaded).runner(self._plan, self._storage, step_limits)
+        executor = ModelExecutor(runner, device, limits.depth)
+        tokens = limits.max_batch_tokens
+        self._loop = Loop(self._loaded, self._plan, self._storage, executor, tokens)
 
     def first_tokens(self) -> None:
         """A prompt's token and one more: kernels are compiled and the first graph is captured."""
         self._run(Load(1, 1, 2))
+        # As a worker does: what has been made so far stays.
+        gc.collect()
+        gc.freeze()
 
     def entrants(self) -> dict[str, Entrant]:
         """By key."""

@@ -44,7 +44,9 @@ SIZES = {"one": (1, 1), "tp2": (2, 1), "dp2": (2, 2)}
 def ranks_of(
     role: WorkerRole, model: Path, kind: str, devices: tuple[str, ...]
 ) -> list[WorkerConfig]:
-    """Configurations of all ranks of a new instance. Those of two have two steps under way."""
+    """Configurations of all ranks of a new instance. Two that share attention have two steps under
+    way.
+    """
     leader = config(role, model)
     size, dp_size = SIZES[kind]
     return [
@@ -55,7 +57,7 @@ def ranks_of(
                 "rank": rank,
                 "device": devices[rank],
                 "least_pull_tokens": BLOCK,
-                "steps_under_way": size,
+                "steps_under_way": size // dp_size,
             }
         )
         for rank in range(size)

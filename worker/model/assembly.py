@@ -31,13 +31,14 @@ class StepLimits:
     sequence_tokens: int
 
 
-def can_capture(loaded: LoadedModel) -> bool:
-    """Whether decode steps of this model can be captured where it is."""
-    return (
-        loaded.device.type == "cuda"
-        and loaded.facts.family in FUSED_FAMILIES
-        and all(spec.head_dim <= WIDEST_HEAD for spec in loaded.specs)
-    )
+def no_capture(loaded: LoadedModel) -> str | None:
+    """Why decode steps of this model cannot be captured where it is; None: they can."""
+    if loaded.device.type != "cuda":
+        return f"device {loaded.device.type}"
+    if loaded.facts.family not in FUSED_FAMILIES:
+        return f"a model of family {loaded.facts.family}"
+    widest = max(spec.head_dim for spec in loaded.specs)
+    return None if widest <= WIDEST_HEAD else f"heads of {widest} numbers"
 
 
 class PlainSteps:

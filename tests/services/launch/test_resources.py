@@ -67,7 +67,10 @@ def test_ranks_with_whole_attention() -> None:
         plan_instances(config(attention_dp_size=2), machine, weights_bytes=120 * GIB)
     # Each rank of the first has all heads of its requests, of the second half of them.
     tight = config(
-        context_attention_dp_size=2, generation_tensor_parallel_size=2, kv_cache_bytes=3 << 20
+        context_attention_dp_size=2,
+        generation_tensor_parallel_size=2,
+        kv_cache_bytes=3 << 20,
+        max_batch_tokens=512,
     )
     plans = plan_instances(tight, machine, weights_bytes=GIB)
     check_cache_holds_a_step(tight, plans[1:], 4096)
