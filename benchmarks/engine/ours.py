@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,9 +56,6 @@ class Ours:
     def first_tokens(self) -> None:
         """A prompt's token and one more: kernels are compiled and the first graph is captured."""
         self._run(Load(1, 1, 2))
-        # As a worker does: what has been made so far stays.
-        gc.collect()
-        gc.freeze()
 
     def entrants(self) -> dict[str, Entrant]:
         """By key."""
