@@ -55,6 +55,8 @@ class DpExecutor(RankExecutor):
         else:
             rows = step_rows(of_all, self._runner.size)
             self.begin(slices, [bool(part.draws) for part in slices], rows)()
+        # Names of a rehearsal are not the engine's.
+        self._runner.forget()
 
     def _forward(
         self, slices: Sequence[Slice], drawing: Sequence[bool], rows: StepRows

@@ -84,6 +84,8 @@ class ModelExecutor(RankExecutor):
     @override
     def rehearse(self, slices: Sequence[Slice]) -> None:
         self.execute(slices)
+        # Names of a rehearsal are not the engine's.
+        self._runner.forget()
 
     def _mark(self) -> torch.cuda.Event | None:
         """The end of all that is queued; None where nothing ever is."""
@@ -122,6 +124,7 @@ def to_compute(slices: Sequence[Slice], drawing: Sequence[bool]) -> list[Sequenc
             part.block_tables,
             draws,
             -1 if part.feed is None else part.feed,
+            part.sequence,
         )
         for part, draws in zip(slices, drawing, strict=True)
     ]

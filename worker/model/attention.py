@@ -25,6 +25,7 @@ from transformers import AttentionInterface
 from typing_extensions import override
 
 from worker.model.errors import AttentionInputError
+from worker.model.kept_keys import KeptBucket
 from worker.model.page_numbers import PageNumbers
 from worker.model.step import DecodeBucket, GroupStep, PrefillSpan
 
@@ -161,6 +162,8 @@ class StepContext(AttentionStep):
     groups: tuple[GroupStep, ...]
     num_rows: int
     scratch: Scratch
+    kept: tuple[tuple[KeptBucket | None, ...], ...]
+    """Of each group's decode buckets."""
 
     @override
     def attend(
@@ -208,7 +211,7 @@ def attend(
     check_rows(layer, context.num_rows, query, key_value)
     stored = layer.numbers.stored(key_value)
     layer.write(context.groups[layer.group], stored)
-    return _attend(context, layer, query, stored, Scoring(scale, softcap, sinks))
+    return _attend(context, index, query, stored, Scoring(scale, softcap, sinks))
 
 
 def attend_stored(
@@ -221,23 +224,27 @@ def attend_stored(
     """The second half of :func:`attend`, for rows that are in the pages."""
     layer = context.layers[index]
     check_rows(layer, context.num_rows, query, key_value)
-    return _attend(context, layer, query, layer.numbers.stored(key_value), scoring)
+    return _attend(context, index, query, layer.numbers.stored(key_value), scoring)
 
 
 def _attend(
     context: StepContext,
-    layer: LayerPages,
+    index: int,
     query: torch.Tensor,
     stored: torch.Tensor,
     scoring: Scoring,
 ) -> torch.Tensor:
     """``stored``: the step's rows as pages hold them, ``[T, 2, num_kv_heads, head_dim]``."""
+    layer = context.layers[index]
     step = context.groups[layer.group]
     # [T, kv_heads, heads per kv head, head_dim]
     queries = query.unflatten(1, (layer.num_kv_heads, -1))
     output = torch.empty(queries.shape, dtype=query.dtype, device=query.device)
-    for bucket in step.decode:
-        gathered = layer.gather(bucket.slots, context.scratch, query.dtype)
+    for bucket, kept in zip(step.decode, context.kept[layer.group], strict=True):
+        if kept is None:
+            gathered = layer.gather(bucket.slots, context.scratch, query.dtype)
+        else:
+            gathered = _kept(context, index, (bucket, kept), stored, query.dtype)
         output[bucket.rows] = _decode(bucket, queries[bucket.rows], gathered, scoring)
     for span in step.prefill:
         if span.slots is None:
@@ -248,6 +255,24 @@ def _attend(
             seen = gathered[:, :, span.first_key : span.end_key].unbind(0)
         output[span.rows] = _prefill(span, queries[span.rows], seen, scoring)
     return output.flatten(1, 2)
+
+
+def _kept(
+    context: StepContext,
+    index: int,
+    of: tuple[DecodeBucket, KeptBucket],
+    stored: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """What the pages of a bucket hold, from memory that is kept of them."""
+    (bucket, kept), layer = of, context.layers[index]
+    keys = bucket.width * layer.tokens_per_block
+    shape = (2, layer.num_kv_heads, len(kept.starts), keys, layer.head_dim)
+
+    def gather(memory: torch.Tensor) -> None:
+        memory.copy_(layer.gather(bucket.slots, context.scratch, dtype).view(shape))
+
+    return kept.seen(index, layer.numbers.seen(stored[bucket.rows], dtype), shape, gather)
 
 
 def paged_attention(  # noqa: PLR0913  # transformers fixes the signature

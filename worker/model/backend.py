@@ -18,7 +18,8 @@ from kvcache_core.spec import KVCacheLayerSpec
 from kvcache_core.storage import TorchStorage
 from worker.model.attention import AttentionStep, LayerPages, Scratch, StepContext
 from worker.model.errors import AttentionInputError
-from worker.model.step import GroupGeometry, SequenceSlice, plan_group
+from worker.model.kept_keys import KeptBucket, KeptKeys
+from worker.model.step import DecodeBucket, GroupGeometry, SequenceSlice, plan_group
 
 WIDEST_HEAD: Final = 256
 """Elements of a head that the ``triton`` kernels have tiles for."""
@@ -82,6 +83,10 @@ class AttentionBackend(Protocol):
         """The step of a checked batch in flat order (:func:`worker.model.step.order`)."""
         ...
 
+    def forget(self) -> None:
+        """Owners of sequences (``SequenceSlice.owner``) mean others from now on."""
+        ...
+
 
 BackendMaker = Callable[[PagedLayers], AttentionBackend]
 
@@ -101,6 +106,8 @@ class TorchBackend(AttentionBackend):
         self._geometries = layers.geometries
         self._like = torch.empty(0, dtype=layers.dtype, device=layers.storage.device)
         self._scratch = Scratch(self._like)
+        self._kept = KeptKeys()
+        self._layer_counts = [len(group.layer_ids) for group in layers.plan.layer_groups]
 
     @override
     def begin(self, pieces: Sequence[SequenceSlice]) -> StepContext:
@@ -110,7 +117,26 @@ class TorchBackend(AttentionBackend):
         )
         self._clear_fresh([step.fresh_slots for step in groups])
         num_rows = sum(len(piece.tokens) for piece in pieces)
-        return StepContext(self._layers, groups, num_rows, self._scratch)
+        self._kept.begin()
+        kept = tuple(
+            tuple(self._kept_of(group, bucket, pieces) for bucket in step.decode)
+            for group, step in enumerate(groups)
+        )
+        return StepContext(self._layers, groups, num_rows, self._scratch, kept)
+
+    @override
+    def forget(self) -> None:
+        self._kept.forget()
+
+    def _kept_of(
+        self, group: int, bucket: DecodeBucket, pieces: Sequence[SequenceSlice]
+    ) -> KeptBucket | None:
+        """On a CPU, whose memory is what a gather waits for, of layers that see everything."""
+        geometry = self._geometries[group]
+        if self._like.device.type != "cpu" or geometry.window is not None:
+            return None
+        layers_bytes = geometry.block_bytes * self._layer_counts[group]
+        return self._kept.bucket(group, bucket, pieces[bucket.rows], layers_bytes)
 
     def _clear_fresh(self, fresh: Sequence[tuple[int, ...]]) -> None:
         """Zero slots that are begun and not filled: their tails are read under a mask, and 0 * NaN

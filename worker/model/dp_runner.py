@@ -33,6 +33,10 @@ class DpRunner:
         """How many there are."""
         return self._ranks.shard.size
 
+    def forget(self) -> None:
+        """Owners of sequences mean others from now on."""
+        self._runner.forget()
+
     @torch.inference_mode()
     def forward(
         self, batch: Sequence[SequenceSlice], rows: Sequence[int], draws: Sequence[int]

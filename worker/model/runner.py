@@ -117,6 +117,10 @@ class ModelRunner:
             tokens = self.feed.filled(tokens, feeds[0])
         return self._network(tokens, positions, context, rows)
 
+    def forget(self) -> None:
+        """Owners of sequences (``SequenceSlice.owner``) mean others from now on."""
+        self._backend.forget()
+
     def capture_decodes(self) -> None:
         """Capture the decode steps there are to capture, before anybody waits for one. All ranks
         do so at once.

@@ -42,7 +42,8 @@ class SequenceSlice(NamedTuple):
     ``tokens`` int32 ``[n]`` go to positions ``start .. start + n``; keys and values before
     ``start`` are in the pages. ``block_tables`` has one int32 array a layer group: slot per block
     ordinal, -1 where stale. Its arrays are only read. Where ``feed`` is not negative the one token
-    is the draw of that number in the step before, and ``tokens`` says nothing.
+    is the draw of that number in the step before, and ``tokens`` says nothing. ``owner`` names the
+    sequence, and no other one of its runner; negative where nobody says.
     """
 
     tokens: Ints
@@ -50,6 +51,7 @@ class SequenceSlice(NamedTuple):
     block_tables: tuple[Ints, ...]
     wants_logits: bool
     feed: int = -1
+    owner: int = -1
 
     @property
     def end(self) -> int:

@@ -99,6 +99,10 @@ class TritonBackend(AttentionBackend):
         return TritonStep(self.attention, metadata)
 
     @override
+    def forget(self) -> None:
+        """Nothing is kept of them."""
+
+    @override
     def begin(self, pieces: Sequence[SequenceSlice]) -> TritonStep:
         shape = MetadataShape.of(pieces, self._geometries)
         vector = torch.from_numpy(describe_step(pieces, self._geometries, shape))

@@ -95,7 +95,7 @@ def test_equals_the_definition(
     rows = sum(len(piece.tokens) for piece in pieces)
     query = torch.randn(rows, KV_HEADS * GROUP, DIM, generator=generator)
     new = torch.cat([histories[i][batch[i].start :] for i in flat])
-    context = StepContext((layer,), (step,), rows, Scratch(like))
+    context = StepContext((layer,), (step,), rows, Scratch(like), ((None,) * len(step.decode),))
     found = attend(context, 0, query, new, DIM**-0.5, softcap)
     row = 0
     for i in flat:

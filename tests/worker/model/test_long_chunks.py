@@ -55,7 +55,9 @@ class Model:
         like = torch.empty(0, device=self._device)
         step = plan_group([batch[i] for i in flat], 0, self._geometry, like)
         new = torch.cat([histories[i][batch[i].start :] for i in flat])
-        context = StepContext((self._layer,), (step,), len(new), Scratch(like))
+        context = StepContext(
+            (self._layer,), (step,), len(new), Scratch(like), ((None,) * len(step.decode),)
+        )
         found = attend(context, 0, torch.cat([queries[i] for i in flat]), new, DIM**-0.5)
         expected = torch.cat([self._truth(queries[i], histories[i]) for i in flat])
         return float((found.double() - expected).abs().max())
