@@ -28,6 +28,7 @@ from transfer.grants_out import GrantOrder, GrantsOut, Order
 from transfer.identity import Incarnation, PeerAddress
 from transfer.lease import TransferLease
 from transfer.leased_pages import LeasedPages
+from transfer.loops import call_in
 from transfer.messages import Grant, HandoffData, Pull
 from transfer.outcome import Outcome
 from transfer.peers import dp_group, granters_to
@@ -327,9 +328,7 @@ class TransferAgent(PairOwner):
         return self._loop
 
     def _call(self, verb: Callable[..., None], *arguments: Any) -> None:
-        loop = self._running_loop()
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(verb, *arguments)
+        call_in(self._running_loop(), verb, *arguments)
 
     def _make_pair(self, side: Side, peer: RankInfo) -> Pair:
         own = self._peers.info

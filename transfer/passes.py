@@ -8,7 +8,6 @@ the event loop falls from 7-27 ms to 3-10. A device has to be waited for anyway.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 import weakref
@@ -17,6 +16,8 @@ from queue import SimpleQueue
 from typing import Final, Protocol
 
 from typing_extensions import override
+
+from transfer.loops import call_in
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +64,7 @@ def _run(orders: SimpleQueue[_Order | None]) -> None:
     while (order := orders.get()) is not None:
         loop, work, over = order
         failure = _failure(work)
-        # A loop that is closed has nobody left to tell.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(over, failure)
+        call_in(loop, over, failure)
         # What a pass holds ends with it, not with the next one.
         del order, loop, work, over
 

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import uvloop
 
+from transfer.loops import call_in
+
 ResultT = TypeVar("ResultT")
 
 
@@ -32,7 +34,7 @@ class IoThread:
     def stop(self) -> None:
         """End the loop and wait for its thread."""
         if self._thread.is_alive():
-            self.loop.call_soon_threadsafe(self.loop.stop)
+            call_in(self.loop, self.loop.stop)
             self._thread.join()
 
     def _serve(self) -> None:

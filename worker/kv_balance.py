@@ -89,23 +89,35 @@ def unfit(plan: Sequence[int | None], candidates: int, ranks: int) -> str:
     return f"expected groups 0 to {ranks - 1}, got {wrong}" if wrong else ""
 
 
-def plan_round(
-    planner: AdmissionPlanner, candidates: Sequence[Candidate], ranks: Sequence[RankLoad]
-) -> tuple[tuple[int | None, ...], str]:
-    """One round over the queue's head: a group for each of the first candidates, None for those who
-    wait, and what is wrong with the planner's word, if anything.
-
-    Whoever was left out too often goes first and is not the planner's to decide. Where the planner
-    has no plan, or none that can be carried out, all are placed in order of arrival.
+def round_size(planner: AdmissionPlanner | None, skipped: Sequence[int]) -> int:
+    """How many of the oldest requests the next round is about, from the rounds in which each was
+    left out: whoever was left out too often, else the planner's window, without a planner all.
     """
-    forced = [one for one in candidates if one.skipped >= KV_BALANCE_MAX_SKIPPED_ROUNDS]
+    if planner is None:
+        return len(skipped)
+    # They are the oldest: who came later was left out no more often.
+    forced = sum(rounds >= KV_BALANCE_MAX_SKIPPED_ROUNDS for rounds in skipped)
     if forced:
-        # They are the oldest: who came later was left out no more often.
-        return in_order(forced, ranks), ""
+        return forced
     window = planner.window()
-    head = candidates[: window if window >= 1 else KV_BALANCE_WINDOW]
-    plan = planner.plan(candidates=head, candidate_groups=[0] * len(head), ranks=ranks)
+    return min(len(skipped), window if window >= 1 else KV_BALANCE_WINDOW)
+
+
+def plan_round(
+    planner: AdmissionPlanner | None, candidates: Sequence[Candidate], ranks: Sequence[RankLoad]
+) -> tuple[tuple[int | None, ...], str]:
+    """A group for each candidate of a round (:func:`round_size`), None for those who wait, and what
+    is wrong with the planner's word, if anything.
+
+    Whoever was left out too often is not the planner's to decide. Where there is no planner, it has
+    no plan, or none that can be carried out, all are placed in order of arrival.
+    """
+    in_turn = in_order(candidates, ranks)
+    if planner is None or candidates[0].skipped >= KV_BALANCE_MAX_SKIPPED_ROUNDS:
+        return in_turn, ""
+    groups = [0] * len(candidates)
+    plan = planner.plan(candidates=candidates, candidate_groups=groups, ranks=ranks)
     if plan is None:
-        return in_order(head, ranks), ""
-    wrong = unfit(plan, len(head), len(ranks))
-    return (in_order(head, ranks), wrong) if wrong else (tuple(plan), "")
+        return in_turn, ""
+    wrong = unfit(plan, len(candidates), len(ranks))
+    return (in_turn, wrong) if wrong else (tuple(plan), "")

@@ -11,6 +11,11 @@ import asyncio
 import os
 import socket
 import threading
+from typing import Final
+
+from transfer.loops import call_in
+
+FINISH_TIMEOUT_S: Final = 10.0
 
 
 class Outlet:
@@ -28,6 +33,7 @@ class Outlet:
         self._lock = threading.Lock()
         self._waiting = bytearray()
         self._finished = False
+        self._finishing = False
         self._closed = False
 
     @property
@@ -47,18 +53,24 @@ class Outlet:
             if taken == len(frames) or self._closed:
                 return
             self._waiting += memoryview(frames)[taken:]
-        self._loop.call_soon_threadsafe(self._watch)
+        call_in(self._loop, self._watch)
 
     def finish(self) -> None:
-        """Close the connection once everything queued is sent. Idempotent."""
+        """Close the connection once everything queued is sent, and in any case after
+        ``FINISH_TIMEOUT_S``: a peer that reads no more must not hold the socket. Idempotent.
+        """
         with self._lock:
-            self._finished = True
-            if not self._waiting:
+            if self._closed or self._finishing:
+                return
+            self._finished = self._finishing = True
+            if self._waiting:
+                self._loop.call_later(FINISH_TIMEOUT_S, self._abort)
+            else:
                 self._close()
 
     def abort(self) -> None:
         """Close the connection now. Idempotent."""
-        self._loop.call_soon_threadsafe(self._abort)
+        call_in(self._loop, self._abort)
 
     def _abort(self) -> None:
         with self._lock:
@@ -87,7 +99,7 @@ class Outlet:
             return 0
         except OSError:
             self._finished = True
-            self._loop.call_soon_threadsafe(self._abort)
+            call_in(self._loop, self._abort)
             return len(frames)
 
     def _close(self) -> None:

@@ -18,7 +18,7 @@ from worker.admission_planner import AdmissionPlanner, Candidate, RankLoad
 from worker.desk import Desk
 from worker.dp_group import DpGroup
 from worker.inbox import Command
-from worker.kv_balance import in_order, plan_round
+from worker.kv_balance import in_order, plan_round, round_size
 from worker.messages import Cancel, Generate, Leg, LegPlaced, Prefill, Stop, Warm
 from worker.outbox import Outbox
 from worker.requests import LegState
@@ -107,14 +107,12 @@ class Placing:
     def place(self) -> None:
         """Give the queue's requests to groups, round after round, until one places nobody."""
         while self._queue:
-            candidates, loads = self._candidates(self._queue), self._loads()
-            if self._planner is None:
-                plan: tuple[int | None, ...] = in_order(candidates, loads)
-            else:
-                plan, wrong = plan_round(self._planner, candidates, loads)
-                if wrong:
-                    logger.warning("the plan of %s is not carried out: %s", self._planner, wrong)
-            head, rest = self._queue[: len(plan)], self._queue[len(plan) :]
+            size = round_size(self._planner, [one.skipped for one in self._queue])
+            head, rest = self._queue[:size], self._queue[size:]
+            # What each lacks is looked up in every group: of these alone.
+            plan, wrong = plan_round(self._planner, self._candidates(head), self._loads())
+            if wrong:
+                logger.warning("the plan of %s is not carried out: %s", self._planner, wrong)
             left = [one for one, rank in zip(head, plan, strict=True) if rank is None]
             self._queue = left + rest
             for one, rank in zip(head, plan, strict=True):

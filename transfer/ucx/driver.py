@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
 import os
 import select
 import threading
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from transfer.descriptors import PEER_DESCRIPTORS, check_left
+from transfer.loops import call_in
 from transfer.transport import TransportError
 from transfer.ucx.library import STATUS_CANCELED, STATUS_OK, Library
 
@@ -371,9 +371,7 @@ class Driver:
         loop = self._loop
         if loop is None:
             return
-        # A loop that is closed has nobody left to tell.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(_schedule, loop, batch)
+        call_in(loop, _schedule, loop, batch)
 
     def _close(self) -> None:
         while self._commands:

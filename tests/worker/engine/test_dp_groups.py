@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from typing_extensions import override
 
+from kvcache_core.hashing import Prompt
 from tests.support.sim_engines import (
     SimWorker,
     SimWorld,
@@ -44,6 +45,7 @@ from worker.kv_balance import KV_BALANCE_MAX_SKIPPED_ROUNDS, KvBalance
 from worker.messages import Cancel, Stop
 from worker.oplog import RanksDiverged, StepChecksum
 from worker.rank_facts import FACTS_CODEC, RankProgress
+from worker.ranks import RankManager
 
 
 class Never(AdmissionPlanner):
@@ -159,6 +161,29 @@ def test_a_planner_that_places_nobody_is_overruled() -> None:
     assert [[one.skipped for one in asked] for asked in planner.candidates[:2]] == [[0, 0], [1, 1]]
     skipped = max(one.skipped for asked in planner.candidates for one in asked)
     assert skipped == KV_BALANCE_MAX_SKIPPED_ROUNDS - 1
+    for name, prompt in prompts.items():
+        assert world.choices[name, 0].tokens == expected(prompt)
+
+
+def test_a_long_queue_is_not_looked_up_again_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a round costs depends on the planner's window, not on who waits behind it."""
+    world = SimWorld(3)
+    planner = Never()
+    worker = worker_of(world, planner)
+    lookups: list[int] = []
+    known = RankManager.known_tokens
+
+    def counted(self: RankManager, prompt: Prompt) -> int:
+        lookups.append(1)
+        return known(self, prompt)
+
+    monkeypatch.setattr(RankManager, "known_tokens", counted)
+    prompts = {f"r{number}": random_prompt(world.rng, 9) for number in range(40)}
+    for name, prompt in prompts.items():
+        world.send(worker, generate(name, prompt))
+    world.step()
+    assert len(lookups) == 2 * planner.window() * len(planner.candidates)
+    world.drain()
     for name, prompt in prompts.items():
         assert world.choices[name, 0].tokens == expected(prompt)
 

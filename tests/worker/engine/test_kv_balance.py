@@ -16,6 +16,7 @@ from worker.kv_balance import (
     KvBalance,
     in_order,
     plan_round,
+    round_size,
     with_one_more,
 )
 
@@ -40,6 +41,14 @@ def loads_after(
     return loads
 
 
+def planned(
+    planner: AdmissionPlanner, candidates: Sequence[Candidate], ranks: Sequence[RankLoad]
+) -> tuple[tuple[int | None, ...], str]:
+    """One round over the queue's head."""
+    size = round_size(planner, [one.skipped for one in candidates])
+    return plan_round(planner, candidates[:size], ranks) if size else ((), "")
+
+
 @given(rounds())
 def test_what_a_round_may_do(given: tuple[list[Candidate], list[RankLoad]]) -> None:
     """Nobody is placed beyond the room there is but who waited too long, and who waits fits nowhere
@@ -47,7 +56,7 @@ def test_what_a_round_may_do(given: tuple[list[Candidate], list[RankLoad]]) -> N
     """
     candidates, ranks = given
     forced = [one for one in candidates if one.skipped >= KV_BALANCE_MAX_SKIPPED_ROUNDS]
-    plan, wrong = plan_round(KvBalance(), candidates, ranks)
+    plan, wrong = planned(KvBalance(), candidates, ranks)
     assert not wrong
     after = loads_after(candidates, plan, ranks)
     if forced:
@@ -70,7 +79,7 @@ def test_equal_groups_stay_equal(sizes: list[int], count: int) -> None:
     """Free tokens never differ by more than one request; in either way of placing."""
     candidates = [Candidate((size,) * count, 0) for size in sizes]
     ranks = [RankLoad(10_000, 0)] * count
-    for plan in (in_order(candidates, ranks), plan_round(KvBalance(), candidates, ranks)[0]):
+    for plan in (in_order(candidates, ranks), planned(KvBalance(), candidates, ranks)[0]):
         free = [load.free_tokens for load in loads_after(candidates, plan, ranks)]
         assert max(free) - min(free) <= max(sizes)
 
@@ -99,7 +108,7 @@ def test_the_largest_is_given_out_first() -> None:
     """In order of arrival the large one would come on top of a small one."""
     candidates = [Candidate((size, size), 0) for size in (50, 50, 100)]
     ranks = [RankLoad(110, 0), RankLoad(110, 0)]
-    assert plan_round(KvBalance(), candidates, ranks)[0] == (1, 1, 0)
+    assert planned(KvBalance(), candidates, ranks)[0] == (1, 1, 0)
     assert in_order(candidates, ranks) == (0, 1, 0)
 
 
@@ -133,7 +142,7 @@ THREE = [Candidate((10, 10), 0)] * 3
 
 def test_an_injected_planner_sees_its_window_in_order_of_arrival() -> None:
     planner = Scripted(2, (1, None))
-    assert plan_round(planner, THREE, RANKS) == ((1, None), "")
+    assert planned(planner, THREE, RANKS) == ((1, None), "")
     assert planner.asked == [(2, [0, 0])]
 
 
@@ -149,12 +158,12 @@ def test_an_injected_planner_sees_its_window_in_order_of_arrival() -> None:
 def test_without_a_plan_that_can_be_carried_out_all_are_placed_in_order(
     says: Sequence[int | None] | None, why: str
 ) -> None:
-    assert plan_round(Scripted(2, says), THREE, RANKS) == ((0, 1), why)
+    assert planned(Scripted(2, says), THREE, RANKS) == ((0, 1), why)
 
 
 def test_no_window_of_its_own() -> None:
     planner = Scripted(0, None)
-    assert plan_round(planner, THREE, RANKS)[0] == (0, 1, 0)
+    assert planned(planner, THREE, RANKS)[0] == (0, 1, 0)
     assert planner.asked == [(3, [0, 0, 0])]
 
 
@@ -162,9 +171,14 @@ def test_left_out_too_often() -> None:
     """The planner is not asked about them."""
     planner = Scripted(8, (None, None))
     waited = Candidate((500, 600), KV_BALANCE_MAX_SKIPPED_ROUNDS)
-    assert plan_round(planner, [waited, *THREE], RANKS) == ((0,), "")
+    assert planned(planner, [waited, *THREE], RANKS) == ((0,), "")
     assert planner.asked == []
-    assert plan_round(planner, [waited._replace(skipped=15), THREE[0]], RANKS)[0] == (None, None)
+    assert planned(planner, [waited._replace(skipped=15), THREE[0]], RANKS)[0] == (None, None)
+
+
+def test_without_a_planner_everybody_has_a_turn_at_once() -> None:
+    assert round_size(None, [30, 0, 0]) == 3
+    assert plan_round(None, THREE, RANKS) == ((0, 1, 0), "")
 
 
 def test_a_lower_group_goes_first() -> None:

@@ -114,6 +114,48 @@ def test_what_is_queued_goes_out_before_the_end_and_nothing_after(make_loop: Mak
 
 
 @pytest.mark.parametrize("make_loop", LOOPS)
+def test_a_peer_that_reads_no_more_does_not_hold_a_finished_connection(
+    make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.outlet.FINISH_TIMEOUT_S", 0.05)
+
+    async def work() -> None:
+        async with connected() as ends:
+            for number in range(MANY):
+                ends.outlet.send(frame(0, number))
+            ends.far_writer.write_eof()
+            ends.outlet.finish()
+            assert ends.outlet.waiting_bytes > 0
+            for _ in range(1000):
+                if not ends.outlet.waiting_bytes:
+                    break
+                await asyncio.sleep(0.01)
+            assert not ends.outlet.waiting_bytes
+            # Both halves are gone: what was on its way is all that the other side can read.
+            with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+                await ends.far.readexactly(MANY * FRAME)
+
+    run(make_loop, work)
+
+
+@pytest.mark.parametrize("make_loop", LOOPS)
+def test_a_thread_may_outlive_the_loop(make_loop: MakeLoop) -> None:
+    """What it says is lost, which is all that is left to happen to it."""
+    kept: list[Outlet] = []
+
+    async def work() -> None:
+        async with connected() as ends:
+            kept.append(ends.outlet)
+            for number in range(MANY):
+                ends.outlet.send(frame(0, number))
+
+    run(make_loop, work)
+    for outlet in kept:
+        outlet.send(frame(0, 0))
+        outlet.abort()
+
+
+@pytest.mark.parametrize("make_loop", LOOPS)
 def test_an_abort_ends_both_halves_at_once(make_loop: MakeLoop) -> None:
     async def work() -> None:
         async with connected() as ends:
