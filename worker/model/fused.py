@@ -46,7 +46,7 @@ class FusedLayer:
 
 @dataclass(frozen=True)
 class LayerParts:
-    """How layers are computed: products from matrices, and a placing from the norm's epsilon."""
+    """How layers are computed: products from matrices and norms, a placing from a norm's epsilon."""
 
     product: MakeProduct
     placing: Callable[[float], Placing]
@@ -153,14 +153,16 @@ def _fused_layer(layer: Any, given: _Shared, rows: RowExchange) -> FusedLayer:
                 attention.k_norm.weight.expand(facts.num_kv_heads, -1),
             )
         )
+    input_norm = RowNorm(layer.input_layernorm.weight, eps)
+    mlp_norm = RowNorm(layer.post_attention_layernorm.weight, eps)
     return FusedLayer(
         index=index,
-        input_norm=RowNorm(layer.input_layernorm.weight, eps),
-        qkv=fused((attention.q_proj, attention.k_proj, attention.v_proj), make),
+        input_norm=input_norm,
+        qkv=fused((attention.q_proj, attention.k_proj, attention.v_proj), make, input_norm),
         head_norm=head_norm,
         output=_whole_heads(fused((attention.o_proj,), make), given.ranks),
-        mlp_norm=RowNorm(layer.post_attention_layernorm.weight, eps),
-        gate_up=fused((mlp.gate_proj, mlp.up_proj), make),
+        mlp_norm=mlp_norm,
+        gate_up=fused((mlp.gate_proj, mlp.up_proj), make, mlp_norm),
         down=summed(fused((mlp.down_proj,), make), given.ranks),
         activation=mlp.act_fn,
         rows=rows,

@@ -25,7 +25,10 @@ from worker.model.products import Activation, Product, RowNorm
 class KernelProduct(Product):
     """A plain matrix ``[out, in]`` whose gate, where it has one, is SiLU."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, norm: RowNorm | None = None
+    ) -> None:
+        """Any norm will do."""
         self._matrix = Matrix(weight, bias)
 
     @override

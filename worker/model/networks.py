@@ -94,7 +94,7 @@ class FusedModel(Network):
 
     def __init__(self, loaded: LoadedModel, parts: LayerParts = TORCH_PARTS) -> None:
         self._decoder = FusedDecoder(loaded.module, loaded.facts, loaded.ranks, parts)
-        self._head = head(loaded.module.get_output_embeddings(), parts.product)
+        self._head = head(loaded.module.get_output_embeddings(), self._decoder.norm, parts.product)
 
     @override
     def __call__(

@@ -8,6 +8,7 @@ own weights are views of it, so that nothing is held twice.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,7 +51,9 @@ class Product(ABC):
         """``residual + product``, which may take the residual's memory."""
 
     def normed(self, rows: torch.Tensor, norm: RowNorm) -> torch.Tensor:
-        """The product of normed rows: ``[T, out]``, contiguous."""
+        """The product of normed rows: ``[T, out]``, contiguous. ``norm`` is the one that the
+        product was made with, if it was made with one.
+        """
         return self(norm(rows))
 
     def gated(self, rows: torch.Tensor, norm: RowNorm, activation: Activation) -> torch.Tensor:
@@ -62,7 +65,10 @@ class Product(ABC):
 class DenseProduct(Product):
     """A plain matrix ``[out, in]``."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, norm: RowNorm | None = None
+    ) -> None:
+        """Any norm will do."""
         self._weight = weight
         self._bias = bias
 
@@ -87,9 +93,20 @@ class PackedProduct(Product):
     oneDNN compiles a kernel for each number of rows and keeps it, 0.1 to 5 MB each: the steps of a
     worker, which have any number of rows, would cost gigabytes. So rows are added to make the
     number one of a few.
+
+    The weight of a norm is part of the matrix: behind hundreds of megabytes of weights nothing is
+    in a core's cache, the code of a small operation neither, and each costs some 10 us.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, norm: RowNorm | None = None
+    ) -> None:
+        """With a ``norm`` it is a product of rows that have this norm, and of no others."""
+        self._norm = norm
+        if norm is not None:
+            width = weight.shape[1]
+            self._added = torch.tensor(math.sqrt(width * norm.eps))
+            weight = weight * (norm.weight * math.sqrt(width))
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
         self._bias = bias
         self._plain = torch.ops.mkldnn._linear_pointwise.default
@@ -97,6 +114,21 @@ class PackedProduct(Product):
 
     @override
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        if self._norm is not None:
+            raise ValueError("expected rows to be normed by this product; call normed or gated")
+        return self._product(rows)
+
+    @override
+    def normed(self, rows: torch.Tensor, norm: RowNorm) -> torch.Tensor:
+        if self._norm is None:
+            return self._product(norm(rows))
+        if norm is not self._norm:
+            raise ValueError("expected the norm that the product was made with, got another one")
+        # sqrt(sum of squares + width * eps), by which and by sqrt(width) the rows are divided.
+        length = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+        return self._product(rows / torch.hypot(length, self._added))
+
+    def _product(self, rows: torch.Tensor) -> torch.Tensor:
         count = len(rows)
         found: torch.Tensor = self._plain(_padded(rows), self._weight, self._bias, "none", [], "")
         return found[:count]
@@ -110,17 +142,20 @@ class PackedProduct(Product):
         return found[:count]
 
 
-MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], Product]
-"""A product from its matrix ``[out, in]`` and bias."""
+MakeProduct = Callable[[torch.Tensor, torch.Tensor | None, RowNorm | None], Product]
+"""A product from its matrix ``[out, in]``, its bias, and the norm of all rows that will enter."""
 
 
-def make_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+def make_product(weight: torch.Tensor, bias: torch.Tensor | None, norm: RowNorm | None) -> Product:
     """The fastest that torch has for this matrix."""
-    return (PackedProduct if can_pack(weight) else DenseProduct)(weight, bias)
+    return (PackedProduct if can_pack(weight) else DenseProduct)(weight, bias, norm)
 
 
-def fused(linears: Sequence[Any], make: MakeProduct = make_product) -> Product:
-    """One product for linear modules with the same input, outputs side by side.
+def fused(
+    linears: Sequence[Any], make: MakeProduct = make_product, norm: RowNorm | None = None
+) -> Product:
+    """One product for linear modules with the same input, outputs side by side. ``norm``: of all
+    rows that will enter it.
 
     Afterwards the modules' weights are views of the product's, or empty where it is packed: the
     modules then cannot run any more.
@@ -130,7 +165,7 @@ def fused(linears: Sequence[Any], make: MakeProduct = make_product) -> Product:
         bias = None
         if any(module.bias is not None for module in linears):
             bias = torch.cat([_bias(module) for module in linears])
-    product = make(weight, bias)
+    product = make(weight, bias, norm)
     if isinstance(product, PackedProduct):
         for module in linears:
             module.weight = _parameter(weight.new_empty(0))
@@ -143,9 +178,9 @@ def fused(linears: Sequence[Any], make: MakeProduct = make_product) -> Product:
     return product
 
 
-def head(module: Any, make: MakeProduct = make_product) -> Product:
+def head(module: Any, norm: RowNorm, make: MakeProduct = make_product) -> Product:
     """The product of a language head, whose matrix may be the embedding too and stays as it is."""
-    return make(module.weight.detach(), module.bias)
+    return make(module.weight.detach(), module.bias, norm)
 
 
 def can_pack(weight: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.process_facts import ProcessFacts
-from worker.model.products import EXACT_ROWS, PackedProduct, can_pack, padded_rows
+from worker.model.products import EXACT_ROWS, PackedProduct, RowNorm, can_pack, padded_rows
 
 MIB = 1 << 20
 OUT, IN = 224, 96
@@ -32,6 +32,26 @@ def test_any_number_of_rows_is_right(weight: torch.Tensor, rows: int) -> None:
     plain = given @ weight.T + bias
     torch.testing.assert_close(product(given), plain)
     torch.testing.assert_close(product.added_to(residual.clone(), given), residual + plain)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 33])
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e4], ids=["tiny rows", "rows", "huge rows"])
+@torch.inference_mode()
+def test_a_norm_is_part_of_the_matrix(weight: torch.Tensor, rows: int, size: float) -> None:
+    """Also where rows are so small that the norm's epsilon is all that counts."""
+    random = torch.Generator().manual_seed(rows)
+    given = size * torch.randn(rows, IN, generator=random)
+    bias = torch.randn(OUT, generator=random)
+    norm = RowNorm(1.0 + 0.3 * torch.randn(IN, generator=random), 1e-5)
+    before = weight.clone()
+    product = PackedProduct(weight, bias, norm)
+    expected = norm(given) @ weight.T + bias
+    torch.testing.assert_close(product.normed(given, norm), expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(weight, before)
+    with pytest.raises(ValueError, match="normed by this product"):
+        product(given)
+    with pytest.raises(ValueError, match="another one"):
+        product.normed(given, RowNorm(norm.weight, 1e-5))
 
 
 def test_few_numbers_of_rows_and_few_rows_more() -> None:
