@@ -8,8 +8,8 @@ from transfer.identity import Incarnation
 from worker.config import WorkerAddress
 
 SWITCH_INTERVAL_S: Final = 0.0001
-"""A thread that wants the interpreter asks for it after this. The engine thread, which wants it many
-times a step, is to wait less than half a millisecond.
+"""A thread that wants the interpreter asks for it after this. The engine thread, which wants it
+many times a step, is to wait less than half a millisecond.
 """
 STOP_TIMEOUT_S: Final = 5.0
 HEALTH_S: Final = 0.5

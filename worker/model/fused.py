@@ -46,7 +46,7 @@ class FusedLayer:
 
 @dataclass(frozen=True)
 class LayerParts:
-    """How layers are computed: products from matrices and norms, a placing from a norm's epsilon."""
+    """How layers are computed: products of matrices and norms, a placing from a norm's epsilon."""
 
     product: MakeProduct
     placing: Callable[[float], Placing]
