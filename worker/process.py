@@ -7,9 +7,9 @@ from typing import Final, Protocol
 from transfer.identity import Incarnation
 from worker.config import WorkerAddress
 
-SWITCH_INTERVAL_S: Final = 0.0001
-"""A thread that wants the interpreter asks for it after this. The engine thread, which wants it
-many times a step, is to wait less than half a millisecond.
+SWITCH_INTERVAL_S: Final = 0.0005
+"""The engine thread waits for the interpreter no longer than this for each running thread. A fifth
+of it made no wait shorter: the rare long ones are for a core.
 """
 STOP_TIMEOUT_S: Final = 5.0
 HEALTH_S: Final = 0.5

@@ -20,7 +20,7 @@ from benchmarks.transfer.pages import RankSpec
 Verb = Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]
 
 
-SWITCH_INTERVAL_S: Final = 0.0001
+SWITCH_INTERVAL_S: Final = 0.0005
 """As in a worker, whose event loop this process runs too."""
 
 
