@@ -40,7 +40,7 @@ from services.resources import (
     probe_gpus,
     read_machine,
 )
-from services.step_limits import step_limits
+from services.step_limits import check_step_ways, step_limits
 from services.terminal import Terminal
 from services.tokenizer_cache import exported_tokenizer
 from services.units import format_bytes
@@ -95,6 +95,7 @@ def run_service(
         terminal.done("model", f"{model.name} ({model.path})")
         plans = _plan(config, model)
         check_kv_types(config, plans)
+        check_step_ways(config, plans)
         check_cache_holds_a_step(config, plans, model.kv_elements_per_token)
         asyncio.run(_Launch(config, environment, terminal, model, plans, listener).run(work))
 

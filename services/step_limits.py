@@ -1,11 +1,16 @@
-"""How much a step of an instance takes: what was configured, else what suits its device."""
+"""How much a step of an instance takes: what was configured, else what suits its device. What no
+worker could do is refused before one is started.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from services.config import ServeConfig
+from services.errors import ConfigError
+from services.resources import InstancePlan
 
 
 @dataclass(frozen=True)
@@ -30,3 +35,20 @@ def step_limits(config: ServeConfig, device: str) -> StepLimits:
         tokens=suited.tokens if config.max_batch_tokens is None else config.max_batch_tokens,
         sequences=suited.sequences if config.max_running is None else config.max_running,
     )
+
+
+def check_step_ways(config: ServeConfig, plans: Sequence[InstancePlan]) -> None:
+    """Raises ConfigError for steps that an instance cannot take whatever its model is."""
+    for plan in plans:
+        shared = plan.attention_dp_size > 1
+        if config.decode_graphs and (plan.device == "cpu" or shared):
+            got = "attention_dp_size above 1" if shared else f"{plan.name} on a CPU"
+            raise ConfigError(
+                f"decode_graphs: expected instances on GPUs that have them, got {got}; leave "
+                "--decode-graphs out"
+            )
+        if config.steps_under_way == 2 and shared:
+            raise ConfigError(
+                "steps_under_way: expected 1 with attention_dp_size above 1, got 2; leave "
+                "--steps-under-way out"
+            )
