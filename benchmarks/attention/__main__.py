@@ -4,7 +4,7 @@ torch's attention, all measured in this run.
 Decodes are rated by keys and values read, prefills by operations over visible keys. A call is one
 layer's: the new rows written, then attention. ``--device cpu`` runs tiny cases in Triton's
 interpreter, whose times mean nothing. ``--sweep`` also measures other tile sizes for the main
-cases; ``--crossover`` measures both ways of a prefill and gives the rates to choose by.
+cases, of the Triton kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import triton
 
 from benchmarks import limits, options, report
 from benchmarks.attention.cases import CASES, Case, tiny_cases
-from benchmarks.attention.crossover import crossover
 from benchmarks.attention.memory import Memory
 from benchmarks.devices import add_device
 from benchmarks.limits import Limits
@@ -132,7 +131,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_device(parser)
     parser.add_argument("--only", default="", help="cases whose names contain this")
     parser.add_argument("--sweep", action="store_true", help="measure other tile sizes too")
-    parser.add_argument("--crossover", action="store_true", help="the two ways of a prefill alone")
     given = parser.parse_args(arguments)
     device = given.device
     if device.type == "cpu" and not triton.knobs.runtime.interpret:
@@ -140,12 +138,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     most = limits.measure(device)
     print(most, flush=True)
     cases = tiny_cases() if device.type == "cpu" else CASES
-    if given.crossover:
-        found = crossover(next(case for case in cases if not case.is_decode), device)
-        for row in found["chunks"]:
-            print(*(f"{name}={value}" for name, value in row.items()), sep="  ", flush=True)
-        report.finish({"limits": asdict(most), **found}, given.out)
-        return
     chosen = [case for case in cases if given.only in case.name]
     results = []
     for case in chosen:

@@ -152,6 +152,12 @@ class AttentionStep(Protocol):
         """:meth:`attend` once the rows are in the pages."""
         ...
 
+    def of_drawn(self) -> AttentionStep:
+        """The same step for a layer behind which only rows with wanted logits matter: what is found
+        for others may be anything.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class StepContext(AttentionStep):
@@ -188,6 +194,10 @@ class StepContext(AttentionStep):
         self, index: int, query: torch.Tensor, key_value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         return attend_stored(self, index, query, key_value, Scoring(scale))
+
+    @override
+    def of_drawn(self) -> StepContext:
+        return self
 
 
 def attend(

@@ -104,7 +104,7 @@ class FusedDecoder:
         *others, last = self._layers
         for layer in others:
             hidden = _mixed(layer, hidden, self._attended(layer, hidden, angles, context))
-        found = self._attended(last, hidden, angles, context)
+        found = self._attended(last, hidden, angles, context.of_drawn())
         return _mixed(last, hidden.index_select(0, rows), found.index_select(0, rows))
 
     def _attended(

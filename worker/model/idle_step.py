@@ -38,6 +38,10 @@ class IdleStep(AttentionStep):
         return query.new_zeros(query.shape)
 
     @override
+    def of_drawn(self) -> IdleStep:
+        return self
+
+    @override
     def target(self, index: int) -> Target:
         return Target(self._pages[index], self._slots, self._offsets, None)
 

@@ -266,6 +266,10 @@ class OwnValues(AttentionStep):
     ) -> torch.Tensor:
         return self.attend(index, query, key_value, scale)
 
+    @override
+    def of_drawn(self) -> OwnValues:
+        return self
+
 
 @torch.inference_mode()
 def check_tokens_alone(module: Any, facts: ModelFacts) -> None:

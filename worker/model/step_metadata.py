@@ -7,16 +7,19 @@ in place. Sequences that pad a batch have length 0, no blocks and rows whose wri
 
     shared     starts, lengths [sequences], first_rows [sequences + 1],
                tile_sequences, tile_offsets [tiles]
+               drawn_sequences, drawn_offsets [drawn_tiles]
     a group    block_table [sequences, width], write_slots, write_offsets [rows]
 
 Decodes come first: sequence i < ``decodes`` has exactly row i. Prefills follow, ragged, cut into
-tiles of at most TILE_TOKENS queries, those that see most first.
+tiles of at most TILE_TOKENS queries, those that see most first. Drawn tiles are those of them that
+have a sequence's last row, where its logits are wanted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final, NoReturn
 
@@ -29,6 +32,8 @@ from worker.model.step import GroupGeometry, Ints, Longs, SequenceSlice
 
 TILE_TOKENS: Final = 128
 """Queries of one sequence in a prefill tile. Kernels with smaller tiles cut it further."""
+SHARED: Final = 7
+"""Parts that are not of a layer group."""
 ALIGNMENT: Final = 4
 """Numbers to which every part is aligned: 16 bytes."""
 
@@ -44,12 +49,13 @@ class MetadataShape:
     sequences: int
     rows: int
     tiles: int
+    drawn_tiles: int
     widths: tuple[int, ...]
 
     @classmethod
     def for_decode(cls, sequences: int, widths: Sequence[int]) -> MetadataShape:
         """A decode batch of up to ``sequences`` sequences, padded."""
-        return cls(sequences, sequences, sequences, 0, tuple(widths))
+        return cls(sequences, sequences, sequences, 0, 0, tuple(widths))
 
     @classmethod
     def of(
@@ -63,6 +69,7 @@ class MetadataShape:
             sequences=len(pieces),
             rows=sum(counts),
             tiles=sum(ceil_div(count, TILE_TOKENS) for count in counts[decodes:]),
+            drawn_tiles=sum(piece.wants_logits for piece in pieces[decodes:]),
             widths=tuple(
                 max(ceil_div(piece.end, geometry.tokens_per_block) for piece in pieces)
                 for geometry in geometries
@@ -72,9 +79,10 @@ class MetadataShape:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Numbers in each part, in the vector's order."""
-        shared = (self.sequences, self.sequences, self.sequences + 1, self.tiles, self.tiles)
+        shared = (self.sequences, self.sequences, self.sequences + 1)
+        tiles = (self.tiles, self.tiles, self.drawn_tiles, self.drawn_tiles)
         groups = [(self.sequences * width, self.rows, self.rows) for width in self.widths]
-        return (*shared, *(size for group in groups for size in group))
+        return (*shared, *tiles, *(size for group in groups for size in group))
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -121,10 +129,18 @@ class StepMetadata:
         self.vector = vector
         self.starts, self.lengths, self.first_rows = parts[:3]
         self.tile_sequences, self.tile_offsets = parts[3:5]
+        self._drawn = parts[5:SHARED]
         self.groups = tuple(
             GroupMetadata(parts[at].view(shape.sequences, width), parts[at + 1], parts[at + 2])
-            for at, width in zip(range(5, len(parts), 3), shape.widths, strict=True)
+            for at, width in zip(range(SHARED, len(parts), 3), shape.widths, strict=True)
         )
+
+    def of_drawn(self) -> StepMetadata:
+        """The same step with no other tiles than those with wanted logits."""
+        drawn = copy(self)
+        drawn.shape = replace(self.shape, tiles=self.shape.drawn_tiles)
+        drawn.tile_sequences, drawn.tile_offsets = self._drawn
+        return drawn
 
 
 def describe_step(
@@ -137,8 +153,8 @@ def describe_step(
     """
     exact = MetadataShape.of(pieces, geometries)
     limits = zip(
-        (exact.sequences, exact.rows, exact.tiles, *exact.widths),
-        (shape.sequences, shape.rows, shape.tiles, *shape.widths),
+        (exact.sequences, exact.rows, exact.tiles, exact.drawn_tiles, *exact.widths),
+        (shape.sequences, shape.rows, shape.tiles, shape.drawn_tiles, *shape.widths),
         strict=True,
     )
     pads = exact.sequences < shape.sequences or exact.rows < shape.rows
@@ -150,7 +166,7 @@ def describe_step(
         )
     vector = np.zeros(shape.total, np.int32)
     parts = _parts(vector, shape)
-    starts, lengths, first_rows, tile_sequences, tile_offsets = parts[:5]
+    starts, lengths, first_rows = parts[:3]
     counts = np.array([len(piece.tokens) for piece in pieces], np.int32)
     count = len(pieces)
     starts[:count] = [piece.start for piece in pieces]
@@ -158,10 +174,12 @@ def describe_step(
     # A padding sequence has a row of its own too, so that decode row i is sequence i.
     first_rows[1:] = np.arange(1, shape.sequences + 1)
     first_rows[1 : count + 1] = np.cumsum(counts)
-    _fill_tiles(pieces, exact.decodes, tile_sequences, tile_offsets)
+    tiles, drawn = _tiles(pieces, exact.decodes)
+    _fill_tiles(tiles, *parts[3:5])
+    _fill_tiles(drawn, *parts[5:SHARED])
     positions = np.concatenate([np.arange(piece.start, piece.end) for piece in pieces])
     for group, geometry in enumerate(geometries):
-        table, slots, offsets = parts[5 + 3 * group : 8 + 3 * group]
+        table, slots, offsets = parts[SHARED + 3 * group :][:3]
         by_sequence = table.reshape(shape.sequences, shape.widths[group])
         by_sequence[:] = -1
         slots[:] = -1
@@ -181,7 +199,7 @@ def describe_padding(shape: MetadataShape) -> Ints:
     vector = np.zeros(shape.total, np.int32)
     parts = _parts(vector, shape)
     parts[2][:] = np.arange(shape.sequences + 1)
-    for table, slots in zip(parts[5::3], parts[6::3], strict=True):
+    for table, slots in zip(parts[SHARED::3], parts[SHARED + 1 :: 3], strict=True):
         table[:] = -1
         slots[:] = -1
     return vector
@@ -209,7 +227,7 @@ def describe_decode(
         part[count:] = 0
     rows = np.arange(count)
     for group, geometry in enumerate(geometries):
-        table, slots, offsets = parts[5 + 3 * group : 8 + 3 * group]
+        table, slots, offsets = parts[SHARED + 3 * group :][:3]
         by_sequence = table.reshape(shape.sequences, shape.widths[group])
         ordinals = starts // geometry.tokens_per_block
         used = ordinals + 1
@@ -260,15 +278,23 @@ def _parts(vector: Ints, shape: MetadataShape) -> list[Ints]:
     ]
 
 
-def _fill_tiles(
-    pieces: Sequence[SequenceSlice], decodes: int, sequences: Ints, offsets: Ints
-) -> None:
+Tile = tuple[int, int, int]
+"""Keys before it, its sequence, its first query's offset among the sequence's new tokens."""
+
+
+def _tiles(pieces: Sequence[SequenceSlice], decodes: int) -> tuple[list[Tile], list[Tile]]:
+    """All tiles, and those with wanted logits."""
+    tiles, drawn = [], []
+    for i, piece in enumerate(pieces[decodes:], decodes):
+        own = [(piece.start + at, i, at) for at in range(0, len(piece.tokens), TILE_TOKENS)]
+        tiles += own
+        if piece.wants_logits:
+            drawn.append(own[-1])
+    return tiles, drawn
+
+
+def _fill_tiles(tiles: list[Tile], sequences: Ints, offsets: Ints) -> None:
     """Longest work first: tiles that start late would otherwise end the launch alone."""
-    tiles = [
-        (piece.start + begin, i, begin)
-        for i, piece in enumerate(pieces[decodes:], decodes)
-        for begin in range(0, len(piece.tokens), TILE_TOKENS)
-    ]
     tiles.sort(key=lambda tile: (-tile[0], tile[1]))
     sequences[:] = [tile[1] for tile in tiles]
     offsets[:] = [tile[2] for tile in tiles]

@@ -1,4 +1,4 @@
-"""The ``triton`` attention backend: three kernels over the pages as they lie, for a step described
+"""The ``triton`` attention backend: kernels over the pages as they lie, for a step described
 by one vector of metadata.
 
 Nothing here waits for the device, allocates by length or reads a length on the host: launches
@@ -14,6 +14,7 @@ import torch
 import triton
 
 from worker.model.errors import AttentionInputError
+from worker.model.hopper_attention import HopperPages, hopper_prefill
 from worker.model.kernels.ahead import ahead_of
 from worker.model.kernels.page_write import write_rows
 from worker.model.kernels.paged_decode import decode_part, join_parts
@@ -73,6 +74,9 @@ class KernelPages:
         slot, kind, page, head, token, _ = by_page.stride()
         self.strides = (slot, kind, page, head, token)
         """Elements between slots, from keys to values, between pages, heads and tokens."""
+        is_plain = scales is None and self.window is None
+        self.boxes = HopperPages.of(by_page) if is_plain else None
+        """The same pages for the prefill kernel of capability 9.0, where it can read them."""
 
 
 class TritonAttention:
@@ -142,27 +146,12 @@ def read(
 ) -> torch.Tensor:
     """Attention of ``query`` ``[rows, heads, head_dim]``, strided, over what the pages hold.
 
-    Returns ``[rows, heads, head_dim]``, contiguous, in the query's dtype; padding rows are not
-    written.
+    Returns ``[rows, heads, head_dim]``, contiguous, in the query's dtype; padding rows, and those
+    that no tile of the metadata has, are not written.
 
     Raises:
         AttentionInputError: see :func:`check_query`.
     """
-    out = read_decodes(layer, metadata, query, scale, softcap)
-    if metadata.shape.tiles:
-        tiling = prefill_tiling(_wider(layer, query), layer.head_dim)
-        prefill(layer, metadata, query, out, _scoring(scale, softcap), tiling)
-    return out
-
-
-def read_decodes(
-    layer: KernelPages,
-    metadata: StepMetadata,
-    query: torch.Tensor,
-    scale: float,
-    softcap: float | None = None,
-) -> torch.Tensor:
-    """:func:`read` for the single-token rows; the others are left to be written."""
     check_query(layer, metadata, query)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if metadata.shape.decodes:
@@ -172,6 +161,13 @@ def read_decodes(
             metadata.shape.decodes, layer.num_kv_heads, triton.cdiv(tokens, tiling.keys)
         )
         decode(layer, metadata, query, out, _scoring(scale, softcap), tiling, splits)
+    if not metadata.shape.tiles:
+        return out
+    if layer.boxes is not None and softcap is None and layer.boxes.takes(query, scale):
+        hopper_prefill(layer.boxes, layer.group, metadata, query, out, scale * LOG2_E)
+    else:
+        chosen = prefill_tiling(_wider(layer, query), layer.head_dim)
+        prefill(layer, metadata, query, out, _scoring(scale, softcap), chosen)
     return out
 
 

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
-from worker.model.attention import AttentionStep, LayerPages, Scratch, Target
+from worker.model.attention import AttentionStep, Target
 from worker.model.backend import AttentionBackend, PagedLayers
 from worker.model.errors import AttentionInputError
-from worker.model.gathered_prefill import GatheredPrefill, GatheringLayers, gathered_spans
-from worker.model.prefill_choice import MEASURED, PrefillRates
 from worker.model.step import SequenceSlice
 from worker.model.step_metadata import MetadataShape, StepMetadata, describe_step
 from worker.model.triton_attention import (
@@ -20,7 +18,6 @@ from worker.model.triton_attention import (
     TritonAttention,
     check_query,
     read,
-    read_decodes,
     write,
 )
 
@@ -31,8 +28,6 @@ class TritonStep(AttentionStep):
 
     attention: TritonAttention
     metadata: StepMetadata
-    gathered: GatheredPrefill | None = None
-    """The step's prefills, where torch's attention may compute them."""
 
     @override
     def attend(
@@ -66,22 +61,20 @@ class TritonStep(AttentionStep):
     def attend_stored(
         self, index: int, query: torch.Tensor, key_value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        layer = self.attention.layers[index]
-        if self.gathered is None or not self.gathered.takes(index, query.shape[1]):
-            return read(layer, self.metadata, query, scale)
-        out = read_decodes(layer, self.metadata, query, scale)
-        self.gathered.attend(index, query, key_value, out, scale)
-        return out
+        return read(self.attention.layers[index], self.metadata, query, scale)
+
+    @override
+    def of_drawn(self) -> TritonStep:
+        return TritonStep(self.attention, self.metadata.of_drawn())
 
 
 class TritonBackend(AttentionBackend):
     """Pages stay where they are; a step is described in one vector."""
 
-    def __init__(self, layers: PagedLayers, rates: PrefillRates | None = MEASURED) -> None:
+    def __init__(self, layers: PagedLayers) -> None:
         """Raises AttentionInputError: the plan lacks a layer, or its pages cannot be addressed."""
         self._geometries = layers.geometries
         self._device = layers.storage.device
-        self._gathering = None if rates is None else _gathering(layers, rates)
         self.attention = TritonAttention(
             [
                 KernelPages(
@@ -109,24 +102,4 @@ class TritonBackend(AttentionBackend):
         if self._device.type == "cuda":
             # torch's host allocator keeps the pinned memory until the copy is complete.
             vector = vector.pin_memory().to(self._device, non_blocking=True)
-        metadata = StepMetadata(shape, vector)
-        return TritonStep(self.attention, metadata, self._gathered(pieces, metadata))
-
-    def _gathered(
-        self, pieces: Sequence[SequenceSlice], metadata: StepMetadata
-    ) -> GatheredPrefill | None:
-        if self._gathering is None or not metadata.shape.tiles:
-            return None
-        tables = tuple(group.block_table for group in metadata.groups)
-        return GatheredPrefill(self._gathering, gathered_spans(pieces), tables)
-
-
-def _gathering(layers: PagedLayers, rates: PrefillRates) -> GatheringLayers:
-    """The layers with full attention over blocks of one page."""
-    found: dict[int, LayerPages] = {}
-    for index, spec in enumerate(layers.specs):
-        pages, group = layers.storage.kv(spec.layer_id), layers.group_of(spec)
-        if pages.ndim == 5 and layers.geometries[group].window is None:
-            found[index] = LayerPages(pages, group, layers.scales_of(index))
-    like = torch.empty(0, dtype=layers.dtype, device=layers.storage.device)
-    return GatheringLayers(found, rates, Scratch(like))
+        return TritonStep(self.attention, StepMetadata(shape, vector))

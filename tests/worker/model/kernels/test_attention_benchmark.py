@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
 from benchmarks.attention.__main__ import main
 from benchmarks.attention.cases import Case
-from benchmarks.attention.crossover import fitted, shape_of
-from worker.model.prefill_choice import PrefillRates, kernel_s, torch_s
 
 
 def test_work_is_counted_over_visible_keys_alone() -> None:
@@ -30,27 +27,3 @@ def test_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("decode", "prefill"):
         assert cases[name]["largest_difference"] < 0.01
     assert cases["decode"]["gb_s"] >= 0 < result["limits"]["copy_gb_s"]
-
-
-def test_the_two_ways_of_a_prefill(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--device", "cpu", "--crossover"])
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [row["chunk"] for row in result["chunks"]] == [[0, 16], [16, 16]]
-    PrefillRates(**result["rates"])
-
-
-def test_rates_are_those_that_times_follow_from() -> None:
-    like = Case(name="", lengths=())
-    rates = PrefillRates(kernel_flops=3e14, torch_flops=6e14, gather_bytes=1.5e12, call_s=0.0)
-    rows: list[dict[str, Any]] = [
-        {
-            "chunk": chunk,
-            "kernel_us": kernel_s([chunk], shape_of(like), rates) * 1e6,
-            "torch_us": torch_s([chunk], shape_of(like), rates) * 1e6,
-        }
-        for chunk in ((0, 64), (0, 8192), (30720, 2048))
-    ]
-    found = fitted(rows, like)
-    assert found.kernel_flops == pytest.approx(rates.kernel_flops)
-    assert found.torch_flops == pytest.approx(rates.torch_flops)
-    assert found.gather_bytes == pytest.approx(rates.gather_bytes)

@@ -78,6 +78,19 @@ def test_a_chunk_of_several_tiles(layer: Layer, device: str) -> None:
     check(PagedCase(layer, LONG, usable(device)))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_tiles_without_wanted_logits_can_be_left_out(device: str) -> None:
+    case = PagedCase(Layer(), [(0, 1), (4, 130), (3, 140), (0, 128)], usable(device))
+    case.pieces[2] = case.pieces[2]._replace(wants_logits=False)
+    metadata = case.metadata()
+    write(case.pages, metadata, case.new, torch.float32)
+    found = read(case.pages, metadata.of_drawn(), case.query, case.layer.dim**-0.5)
+    ends = metadata.first_rows[1:].cpu() - 1
+    drawn = ends[[piece.wants_logits for piece in case.pieces]]
+    assert len(drawn) == 3
+    torch.testing.assert_close(found[drawn], case.expected()[drawn], atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("layer", [Layer(dim=128, block=64), Layer(dim=80, block=32, window=30)])
 @pytest.mark.parametrize("pages", [{"page_dtype": BRAIN}, FP8])

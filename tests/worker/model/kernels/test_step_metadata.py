@@ -55,6 +55,18 @@ def test_a_mixed_batch() -> None:
     assert all(offset * 4 % 16 == 0 for offset in shape.offsets)
 
 
+def test_drawn_tiles_have_the_last_rows_with_wanted_logits() -> None:
+    pieces = [piece(9, 1), piece(2, 3), piece(0, 2 * TILE_TOKENS), piece(0, TILE_TOKENS + 5)]
+    pieces[2] = pieces[2]._replace(wants_logits=False)
+    found = described(pieces, MetadataShape.of(pieces, GEOMETRIES))
+    drawn = found.of_drawn()
+    assert (found.shape.tiles, drawn.shape.tiles, drawn.shape.decodes) == (5, 2, 1)
+    assert drawn.tile_sequences.tolist() == [3, 1]
+    assert drawn.tile_offsets.tolist() == [TILE_TOKENS, 0]
+    assert drawn.starts is found.starts
+    assert drawn.groups is found.groups
+
+
 def test_padding_has_no_length_no_blocks_and_nowhere_to_write() -> None:
     shape = MetadataShape.for_decode(4, [3, 5])
     found = described([piece(9, 1), piece(0, 1)], shape)
@@ -71,7 +83,7 @@ def test_padding_has_no_length_no_blocks_and_nowhere_to_write() -> None:
         ([piece(9, 1)] * 3, MetadataShape.for_decode(2, [3, 5])),
         ([piece(9, 1)], MetadataShape.for_decode(2, [1, 5])),
         ([piece(9, 2)], MetadataShape.for_decode(2, [3, 5])),
-        ([piece(9, 1)], MetadataShape(0, 1, 1, 1, (3, 5))),
+        ([piece(9, 1)], MetadataShape(0, 1, 1, 1, 1, (3, 5))),
     ],
 )
 def test_a_batch_that_does_not_fit_is_refused(
