@@ -16,7 +16,7 @@ from tests.support.devices import usable
 from tests.worker.model.kernels.paged_case import Layer, PagedCase
 from tests.worker.model.kernels.test_paged_attention import MIXED, check
 from worker.model.hopper_attention import CAPABILITY, rows_of
-from worker.model.triton_attention import read
+from worker.model.triton_attention import read, write
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 WIDE: Final[dict[str, Any]] = {"dim": 128, "query_dtype": BRAIN, "page_dtype": BRAIN}
@@ -63,7 +63,7 @@ def test_a_long_prompt_equals_the_triton_kernel(
 ) -> None:
     case = PagedCase(Layer(block=64, kv_heads=2, group=4, **WIDE), [given, (0, 700)], device())
     metadata = case.metadata()
-    read(case.pages, metadata, case.query, 0.1)
+    write(case.pages, metadata, case.new, BRAIN)
     found = read(case.pages, metadata, case.query, 0.1)
     monkeypatch.setattr(case.pages, "boxes", None)
     expected = read(case.pages, metadata, case.query, 0.1)
