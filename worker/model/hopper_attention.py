@@ -12,18 +12,15 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from worker.model.kernels.hopper import ALIGNMENT, KINDS, can_be_copied, in_boxes, is_hopper
 from worker.model.kernels.hopper_prefill import GROUPS, KEYS, QUERIES, hopper_prefill_tile
 from worker.model.step_metadata import StepMetadata
 
-CAPABILITY: Final = (9, 0)
 WIDTHS: Final = (64, 128)
 LEAST_BOX: Final = 16
 """Rows; a box of fewer than 8 is no whole part of a tile in shared memory."""
-ALIGNMENT: Final = 16
-"""Bytes: of addresses and of strides between rows."""
 MOST_ROWS: Final = 2**31
 
 
@@ -42,28 +39,20 @@ class HopperPages:
         """None where the pages ``[num_slots, 2, pages_per_block, num_kv_heads, tokens_per_page,
         head_dim]`` are no such matrix, or the device has no use for one.
         """
-        if by_page.device.type != "cuda":
-            return None
-        if torch.cuda.get_device_capability(by_page.device) != CAPABILITY:
-            return None
-        rows = rows_of(by_page)
+        rows = rows_of(by_page) if is_hopper(by_page.device) else None
         if rows is None:
             return None
         count, strides, box = rows
         dim = by_page.shape[-1]
-        return cls(
-            TensorDescriptor(by_page, [count, dim], [dim, 1], [box, dim], _swizzled()), strides, box
-        )
+        return cls(in_boxes(by_page, (count, dim), dim, (box, dim)), strides, box)
 
     def takes(self, query: torch.Tensor, scale: float) -> bool:
         """Whether ``query`` ``[rows, heads, head_dim]`` can be copied in boxes too."""
-        row, head, _ = query.stride()
         return (
-            query.dtype == self.rows.base.dtype
-            and head == query.shape[2]
-            and row * query.itemsize % ALIGNMENT == 0
-            and query.data_ptr() % ALIGNMENT == 0
-            and scale > 0.0
+            scale > 0.0
+            and query.dtype == self.rows.base.dtype
+            and query.stride(1) == query.shape[2]
+            and can_be_copied(query[:, 0])
         )
 
 
@@ -74,7 +63,7 @@ def rows_of(by_page: torch.Tensor) -> tuple[int, tuple[int, int, int, int], int]
     dim, tokens = by_page.shape[-1], by_page.shape[-2]
     slot, kind, page, head, token, element = by_page.stride()
     box = math.gcd(tokens, KEYS.value)
-    if by_page.dtype not in {torch.float16, torch.bfloat16} or dim not in WIDTHS:
+    if by_page.dtype not in KINDS or dim not in WIDTHS:
         return None
     if (token, element) != (dim, 1) or any(step % dim for step in (slot, kind, page, head)):
         return None
@@ -99,13 +88,8 @@ def hopper_prefill(
     """
     rows, heads, dim = query.shape
     _, _, pages_per_block, kv_heads, tokens_per_page, _ = pages.rows.base.shape
-    queries = TensorDescriptor(
-        query,
-        [rows, heads * dim],
-        [query.stride(0), 1],
-        [QUERIES.value // GROUPS.value, dim],
-        _swizzled(),
-    )
+    half = (QUERIES.value // GROUPS.value, dim)
+    queries = in_boxes(query, (rows, heads * dim), query.stride(0), half)
     table = metadata.groups[group].block_table
     slot, kind, page, head = pages.strides
     hopper_prefill_tile[(heads, metadata.shape.tiles)](
@@ -132,8 +116,3 @@ def hopper_prefill(
         BOX=pages.box,
         num_warps=4,
     )
-
-
-def _swizzled() -> NVMMASharedLayout:
-    """Rows of 128 bytes swizzled, elements of 16 bits."""
-    return NVMMASharedLayout(128, 16)

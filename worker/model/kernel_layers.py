@@ -15,6 +15,7 @@ from typing_extensions import override
 from worker.model.attention import AttentionStep
 from worker.model.fused import LayerParts
 from worker.model.heads import Angles, HeadRows, Placing
+from worker.model.kernels import hopper_gated
 from worker.model.kernels.activation import silu_product
 from worker.model.kernels.rotary import HeadNorm, Places, Rotary, rotate_and_store
 from worker.model.kernels.row_norm import WIDEST, row_norm
@@ -58,6 +59,8 @@ class KernelProduct(Product):
         normed = _normed(rows, norm)
         if 0 < len(rows) <= MOST_ROWS:
             return gated_product(normed, self._matrix)
+        if self._matrix.bias is None and hopper_gated.takes(normed, self._matrix.weight):
+            return hopper_gated.gated_rows(normed, self._matrix.weight)
         return silu_product(linear(normed, self._matrix.weight, self._matrix.bias))
 
 

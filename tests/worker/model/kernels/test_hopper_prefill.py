@@ -4,24 +4,19 @@ compiles for one, and which pages it is given.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any, Final
 
 import pytest
 import torch
 
-from tests.support.devices import usable
+from tests.worker.model.kernels.hopper import MOST_SHARED_BYTES, compiled, hopper_device
 from tests.worker.model.kernels.paged_case import Layer, PagedCase
 from tests.worker.model.kernels.test_paged_attention import MIXED, check
-from worker.model.hopper_attention import CAPABILITY, rows_of
+from worker.model.hopper_attention import rows_of
 from worker.model.triton_attention import read, write
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 WIDE: Final[dict[str, Any]] = {"dim": 128, "query_dtype": BRAIN, "page_dtype": BRAIN}
-MOST_SHARED_BYTES: Final = 232_448
-"""Of a program at capability 9.0."""
 
 LAYERS = {
     "one tile a block": Layer(block=128, **WIDE),
@@ -39,18 +34,11 @@ LAYERS = {
 LENGTHS = ((0, 1), (5, 1), (0, 127), (0, 129), (64, 65), (127, 2), (200, 140), (517, 3))
 
 
-def device() -> str:
-    found = usable("cuda")
-    if torch.cuda.get_device_capability() != CAPABILITY:
-        pytest.skip(f"expected a device of capability {CAPABILITY}")
-    return found
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LAYERS)
 def test_it_equals_the_definition(name: str) -> None:
     """NaN lies wherever nothing visible does: behind ends, in other layers, in free blocks."""
-    case = PagedCase(LAYERS[name], LENGTHS, device())
+    case = PagedCase(LAYERS[name], LENGTHS, hopper_device())
     assert case.pages.boxes is not None
     assert case.pages.boxes.takes(case.query, 1.0)
     check(case)
@@ -61,7 +49,9 @@ def test_it_equals_the_definition(name: str) -> None:
 def test_a_long_prompt_equals_the_triton_kernel(
     given: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = PagedCase(Layer(block=64, kv_heads=2, group=4, **WIDE), [given, (0, 700)], device())
+    case = PagedCase(
+        Layer(block=64, kv_heads=2, group=4, **WIDE), [given, (0, 700)], hopper_device()
+    )
     metadata = case.metadata()
     write(case.pages, metadata, case.new, BRAIN)
     found = read(case.pages, metadata, case.query, 0.1)
@@ -72,7 +62,7 @@ def test_a_long_prompt_equals_the_triton_kernel(
 
 @pytest.mark.gpu
 def test_a_query_that_copies_cannot_take_is_left_to_the_triton_kernel() -> None:
-    case = PagedCase(Layer(block=64, **WIDE), [(0, 40)], device())
+    case = PagedCase(Layer(block=64, **WIDE), [(0, 40)], hopper_device())
     assert case.pages.boxes is not None
     assert not case.pages.boxes.takes(case.query, -1.0)
     apart = case.query.repeat_interleave(2, 1)[:, ::2]
@@ -83,7 +73,9 @@ def test_a_query_that_copies_cannot_take_is_left_to_the_triton_kernel() -> None:
 
 @pytest.mark.gpu
 def test_scaled_pages_and_windows_are_left_to_the_triton_kernel() -> None:
-    assert PagedCase(Layer(block=64, window=100, **WIDE), MIXED, device()).pages.boxes is None
+    assert (
+        PagedCase(Layer(block=64, window=100, **WIDE), MIXED, hopper_device()).pages.boxes is None
+    )
 
 
 def pages(*shape: int, dtype: torch.dtype = BRAIN) -> torch.Tensor:
@@ -123,50 +115,17 @@ def test_pages_that_copies_by_row_cannot_read(view: torch.Tensor, why: str) -> N
     assert rows_of(view) is None, why
 
 
-COMPILE: Final = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.language import NVMMASharedLayout
-from worker.model.kernels.hopper_prefill import hopper_prefill_tile as kernel
-
-box, dim, page = {box}, {dim}, {page}
-constants = dict(GROUP=4, DIM=dim, BLOCK_TOKENS=64, PAGE_TOKENS=page, BOX=box)
-kinds = dict.fromkeys(kernel.arg_names, "i32")
-kinds |= dict.fromkeys(constants, "constexpr")
-kinds |= dict(out="*bf16", scale="fp32")
-lists = ("table", "starts", "lengths", "first_rows", "tile_sequences", "tile_offsets")
-kinds |= dict.fromkeys(lists, "*i32")
-layout = NVMMASharedLayout(128, 16)
-kinds["pages"] = f"tensordesc<bf16[{{box}},{{dim}}],{{layout!r}}>"
-kinds["queries"] = f"tensordesc<bf16[64,{{dim}}],{{layout!r}}>"
-source = GluonASTSource(
-    fn=kernel,
-    signature=kinds,
-    constexprs={{(kernel.arg_names.index(name),): value for name, value in constants.items()}},
-)
-built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
-text = built.asm["ptx"]
-print(built.metadata.shared, text.count("wgmma.mma_async"), text.count("cp.async.bulk.tensor"))
-"""
-
-
-@pytest.mark.parametrize(("box", "dim", "page"), [(64, 128, 64), (32, 64, 32)])
-def test_it_compiles_where_there_is_no_such_device(box: int, dim: int, page: int) -> None:
-    """In a process whose Triton compiles: ours interprets."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE.format(box=box, dim=dim, page=page)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+@pytest.mark.parametrize(("box", "dim"), [(64, 128), (32, 64)])
+def test_it_compiles_where_there_is_no_such_device(box: int, dim: int) -> None:
+    lists = ("table", "starts", "lengths", "first_rows", "tile_sequences", "tile_offsets")
+    found = compiled(
+        "hopper_prefill.hopper_prefill_tile",
+        constants={"GROUP": 4, "DIM": dim, "BLOCK_TOKENS": 64, "PAGE_TOKENS": box, "BOX": box},
+        boxes={"pages": (box, dim), "queries": (64, dim)},
+        pointers={"out": "*bf16", "scale": "fp32", **dict.fromkeys(lists, "*i32")},
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    shared, products, copies = map(int, done.stdout.split())
-    assert 0 < shared <= MOST_SHARED_BYTES
+    assert 0 < found.shared_bytes <= MOST_SHARED_BYTES
     # Two groups have scores and sums twice each, in and beside the loop; 16 numbers a product.
-    assert products == 2 * 2 * (dim + 128) // 16
-    boxes_of_128_bytes = dim // 64
-    assert copies == boxes_of_128_bytes * (2 + 2 * 128 // box)
+    assert found.text.count("wgmma.mma_async") == 2 * 2 * (dim + 128) // 16
+    parts_of_128_bytes = dim // 64
+    assert found.text.count("cp.async.bulk.tensor") == parts_of_128_bytes * (2 + 2 * 128 // box)
