@@ -1,5 +1,5 @@
-"""``silu(gate) * up`` of a decode batch, for compute capability 9.0: too many rows for the kernels of
-few, too few for time to be anything but the matrix read from memory.
+"""``silu(gate) * up`` of a decode batch, for compute capability 9.0: too many rows for the kernels
+of few, too few for time to be anything but the matrix read from memory.
 
 A program has all rows and as many columns of gate and up. One warp copies tiles of the matrix and
 of the rows to shared memory, those of the matrix while the kernel in front still runs; four warps
@@ -112,8 +112,8 @@ def hopper_gated_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, INPUTS: gl.constexpr, STAGES: gl.constexpr,
     AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """``weight`` ``[2 * num_out, num_in]``, gate above up, in boxes of COLUMNS x INPUTS; ``rows`` in
-    boxes of ROWS x INPUTS. Needs 4 warps.
+    """``weight`` ``[2 * num_out, num_in]``, gate above up, in boxes of COLUMNS x INPUTS; ``rows``
+    in boxes of ROWS x INPUTS. Needs 4 warps.
     """
     first_out = gl.program_id(0) * COLUMNS
     tiles = num_in // INPUTS

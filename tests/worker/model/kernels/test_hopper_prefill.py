@@ -49,9 +49,8 @@ def test_it_equals_the_definition(name: str) -> None:
 def test_a_long_prompt_equals_the_triton_kernel(
     given: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = PagedCase(
-        Layer(block=64, kv_heads=2, group=4, **WIDE), [given, (0, 700)], hopper_device()
-    )
+    layer = Layer(block=64, kv_heads=2, group=4, **WIDE)
+    case = PagedCase(layer, [given, (0, 700)], hopper_device())
     metadata = case.metadata()
     write(case.pages, metadata, case.new, BRAIN)
     found = read(case.pages, metadata, case.query, 0.1)
@@ -73,9 +72,8 @@ def test_a_query_that_copies_cannot_take_is_left_to_the_triton_kernel() -> None:
 
 @pytest.mark.gpu
 def test_scaled_pages_and_windows_are_left_to_the_triton_kernel() -> None:
-    assert (
-        PagedCase(Layer(block=64, window=100, **WIDE), MIXED, hopper_device()).pages.boxes is None
-    )
+    case = PagedCase(Layer(block=64, window=100, **WIDE), MIXED, hopper_device())
+    assert case.pages.boxes is None
 
 
 def pages(*shape: int, dtype: torch.dtype = BRAIN) -> torch.Tensor:
