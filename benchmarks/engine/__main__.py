@@ -35,7 +35,7 @@ import torch
 from benchmarks import limits, options, report
 from benchmarks.devices import DTYPES, add_device
 from benchmarks.engine import products, vllm_peer
-from benchmarks.engine.contest import Contest, Entrant
+from benchmarks.engine.contest import REST_S, Contest, Entrant
 from benchmarks.engine.figures import OURS, Figures
 from benchmarks.engine.ours import EngineLimits, Ours
 from benchmarks.engine.selection import Budget, Selection
@@ -59,6 +59,7 @@ class Comparison:
         self._budget = Budget(given.budget_s)
         self._figures = Figures()
         self._limits: list[dict[str, Any]] = []
+        self._rest_s = REST_S if self._device.type == "cuda" else 0.0
 
     def run(self) -> dict[str, Any]:
         """Everything that is asked for."""
@@ -78,7 +79,9 @@ class Comparison:
         ours = self._ours()
         self._measure_limits("start")
         peer = self._transformers()
-        contest = Contest(self._figures, self._selection, self._budget, self._given.rounds)
+        contest = Contest(
+            self._figures, self._selection, self._budget, self._given.rounds, self._rest_s
+        )
         for key in KEYS:
             contest.run([side[key] for side in (ours, peer) if key in side])
 
@@ -130,6 +133,7 @@ class Comparison:
             workloads=self._asked,
             keys=keys,
             rounds=self._given.rounds,
+            rest_s=self._rest_s,
             memory_share=self._free_share(),
             limit_s=left_s,
         )

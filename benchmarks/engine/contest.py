@@ -14,6 +14,10 @@ from benchmarks.engine.selection import Budget, Selection
 
 PATIENCE_S: Final = 10.0
 """A side that has used as much for one figure takes part in no further round."""
+REST_S: Final = 0.5
+"""Before each sample on a device, of every engine: at the limit of its power a device is some
+percent slower for whatever comes next, and one side's heat would count as the next one's.
+"""
 Sample = Callable[[], float]
 """Measures once."""
 
@@ -30,8 +34,9 @@ class Entrant:
 class _Turn:
     """One entrant under way."""
 
-    def __init__(self, entrant: Entrant, sample: Sample) -> None:
+    def __init__(self, entrant: Entrant, sample: Sample, rest_s: float) -> None:
         self.entrant = entrant
+        self._rest_s = rest_s
         self.samples: list[float] = []
         self._sample = sample
         self._spent_s = 0.0
@@ -41,19 +46,30 @@ class _Turn:
         return self._spent_s < PATIENCE_S
 
     def take(self) -> None:
+        time.sleep(self._rest_s)
         began = time.perf_counter()
         self.samples.append(self._sample())
         self._spent_s += time.perf_counter() - began
 
 
 class Contest:
-    """Measures entrants round by round into ``figures``; one that fails leaves the others alone."""
+    """Measures entrants round by round into ``figures``; one that fails leaves the others alone.
+    ``rest_s`` goes before every sample.
+    """
 
-    def __init__(self, figures: Figures, selection: Selection, budget: Budget, rounds: int) -> None:
+    def __init__(
+        self,
+        figures: Figures,
+        selection: Selection,
+        budget: Budget,
+        rounds: int,
+        rest_s: float,
+    ) -> None:
         self._figures = figures
         self._selection = selection
         self._budget = budget
         self._rounds = rounds
+        self._rest_s = rest_s
 
     def run(self, entrants: Sequence[Entrant]) -> None:
         """One figure of each entrant that is asked for: the median over rounds."""
@@ -77,7 +93,7 @@ class Contest:
             self._figures.lacks(entrant.side, [entrant.key], self._budget.reason)
             return ()
         try:
-            return (_Turn(entrant, stack.enter_context(entrant.ready())),)
+            return (_Turn(entrant, stack.enter_context(entrant.ready()), self._rest_s),)
         except Exception as error:  # noqa: BLE001  # reported, and the other parts are worth having
             self._figures.failed(entrant.side, [entrant.key], error)
             return ()

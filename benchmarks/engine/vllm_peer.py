@@ -37,7 +37,7 @@ LAST_WORDS: Final = 3
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """``keys`` of ``workloads`` on a model of that shape, in ``memory_share`` of the device, ended
-    after ``limit_s``.
+    after ``limit_s``. ``rest_s`` goes before every sample.
     """
 
     python: str
@@ -46,6 +46,7 @@ class Job:
     workloads: Workloads
     keys: Sequence[str]
     rounds: int
+    rest_s: float
     memory_share: float
     limit_s: float
 
@@ -102,6 +103,7 @@ def _arguments(job: Job, model: Path) -> dict[str, Any]:
         "workloads": asdict(job.workloads),
         "keys": [key for key in job.keys if key != "start_s"],
         "rounds": job.rounds,
+        "rest_s": job.rest_s,
     }
 
 

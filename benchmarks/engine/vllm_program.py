@@ -105,13 +105,19 @@ def tok_s(engine: Engine, load: dict[str, int]) -> float:
     return load["requests"] * load["output"] / (steps[-1][0] - began)
 
 
-def median_of(sample: Callable[[], float], rounds: int) -> float:
+def rested(sample: Callable[[], float], rest_s: float) -> float:
+    """A sample of a device that has been idle."""
+    time.sleep(rest_s)
+    return sample()
+
+
+def median_of(sample: Callable[[], float], rounds: int, rest_s: float) -> float:
     """After one that warms up; no further one once ``PATIENCE_S`` are used."""
     sample()
     samples: list[float] = []
     began = time.perf_counter()
     while len(samples) < rounds and (not samples or time.perf_counter() - began < PATIENCE_S):
-        samples.append(sample())
+        samples.append(rested(sample, rest_s))
     return statistics.median(samples)
 
 
@@ -133,7 +139,10 @@ def main() -> None:
         # Its prefill takes seconds, and its steps are many: one run is warm enough.
         once = key == "b64_4k_step_ms"
         try:
-            value = samples[key]() if once else median_of(samples[key], job["rounds"])
+            if once:
+                value = rested(samples[key], job["rest_s"])
+            else:
+                value = median_of(samples[key], job["rounds"], job["rest_s"])
         except Exception as error:  # noqa: BLE001  # told, and the others are worth having
             traceback.print_exc()
             tell(key=key, reason=f"{type(error).__name__}: {error}")

@@ -90,6 +90,7 @@ def job(python: str, limit_s: float = 60) -> Job:
         workloads=workloads(64),
         keys=Selection([]).keys(VLLM),
         rounds=2,
+        rest_s=0.01,
         memory_share=0.5,
         limit_s=limit_s,
     )
@@ -212,7 +213,7 @@ def entrant(side: str, samples: list[float], story: list[str]) -> Entrant:
 
 
 def contest(figures: Figures, budget_s: float = 1e6) -> Contest:
-    return Contest(figures, Selection([]), Budget(budget_s), 3)
+    return Contest(figures, Selection([]), Budget(budget_s), 3, rest_s=0.0)
 
 
 def test_sides_take_turns() -> None:
@@ -232,6 +233,16 @@ def test_sides_take_turns() -> None:
     turns = [line for line in story if " " not in line]
     assert turns == [OURS, "vllm", "transformers"] * 2 + [OURS, "transformers"]
     assert story[-3:] == ["transformers over", "vllm over", f"{OURS} over"]
+
+
+def test_a_device_rests_before_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    story = list[str]()
+    monkeypatch.setattr("time.sleep", lambda seconds: story.append(f"rest {seconds}"))
+    figures = Figures()
+    Contest(figures, Selection([]), Budget(1e6), 2, rest_s=0.5).run(
+        [entrant(OURS, [3, 1], story), entrant("transformers", [7, 8], story)]
+    )
+    assert story[:-2] == ["rest 0.5", OURS, "rest 0.5", "transformers"] * 2
 
 
 def test_a_slow_side_takes_part_once(monkeypatch: pytest.MonkeyPatch) -> None:

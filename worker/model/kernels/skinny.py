@@ -10,7 +10,8 @@ operand. A float32 sum is rounded once, at the end.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -196,6 +197,13 @@ FEW_ROWS: Final = ((1 << 13, 0, Tiling(128, 128, 8, 3)), (0, 0, Tiling(64, 256, 
 """
 
 
+SHARED_BYTES: Final = 232_448
+"""Of a program at capability 9.0, which the tables are for."""
+SPARE_BYTES: Final = 4096
+"""Of them for what is no tile."""
+LEAST_STAGES: Final = 2
+
+
 def tiling_of(num_rows: int, num_out: int, num_in: int) -> Tiling:
     """The tiling of a product, from the tables above."""
     table = ONE_ROW if num_rows == 1 else FEW_ROWS
@@ -204,6 +212,24 @@ def tiling_of(num_rows: int, num_out: int, num_in: int) -> Tiling:
         for least_out, least_in, tiling in table
         if num_out >= least_out and num_in >= least_in
     )
+
+
+def tile_bytes(tiling: Tiling, num_rows: int, matrices: int, element_bytes: int) -> int:
+    """Shared memory of tiles in flight where several rows are multiplied with so many matrices."""
+    vectors = matrices * tiling.block_out + _padded(num_rows)
+    return tiling.stages * vectors * tiling.block_in * element_bytes
+
+
+def fitted(
+    tiling: Tiling, num_rows: int, matrices: int, element_bytes: int, shared_bytes: int
+) -> Tiling:
+    """The tiling with fewer stages, then smaller tiles, until it fits a device."""
+    while tile_bytes(tiling, num_rows, matrices, element_bytes) > shared_bytes - SPARE_BYTES:
+        if tiling.stages > LEAST_STAGES:
+            tiling = replace(tiling, stages=tiling.stages - 1)
+        else:
+            tiling = replace(tiling, block_in=tiling.block_in // 2)
+    return tiling
 
 
 def product(
@@ -222,7 +248,7 @@ def product(
         AttentionInputError: shapes, strides or dtypes do not fit.
     """
     out = rows.new_empty(len(rows), len(matrix.weight))
-    _launch(rows, matrix, norm, residual, out, tiling or _own(rows, out))
+    _launch(rows, matrix, norm, residual, out, tiling or _own(rows, out, 1))
     return out
 
 
@@ -241,7 +267,7 @@ def gated_product(
         AttentionInputError: see :func:`product`.
     """
     out = rows.new_empty(len(rows), len(matrix.weight) // 2)
-    _launch(rows, matrix, norm, None, out, tiling or _own(rows, out))
+    _launch(rows, matrix, norm, None, out, tiling or _own(rows, out, 2))
     return out
 
 
@@ -281,12 +307,28 @@ def _launch(
     if num_rows == 1:
         _one_row[grid](*pointers, num_out, eps, **options)
         return
-    padded = max(LEAST_DOT_ROWS, triton.next_power_of_2(num_rows))
-    _few_rows[grid](*pointers, num_rows, num_out, eps, ROWS=padded, **options)
+    _few_rows[grid](*pointers, num_rows, num_out, eps, ROWS=_padded(num_rows), **options)
 
 
-def _own(rows: torch.Tensor, out: torch.Tensor) -> Tiling:
-    return tiling_of(len(rows), out.shape[1], rows.shape[1])
+def _padded(num_rows: int) -> int:
+    padded: int = triton.next_power_of_2(num_rows)
+    return max(LEAST_DOT_ROWS, padded)
+
+
+def _own(rows: torch.Tensor, out: torch.Tensor, matrices: int) -> Tiling:
+    tiling = tiling_of(len(rows), out.shape[1], rows.shape[1])
+    if len(rows) == 1:
+        return tiling
+    return fitted(tiling, len(rows), matrices, rows.itemsize, _shared_bytes(rows.device))
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return SHARED_BYTES
+    properties: Any = torch.cuda.get_device_properties(device)
+    found: int = properties.shared_memory_per_block_optin
+    return found
 
 
 def _check(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import linear, rms_norm, silu
 
+from tests.support.devices import usable
 from worker.model.errors import AttentionInputError
 
 skinny: Any = pytest.importorskip("worker.model.kernels.skinny", exc_type=ModuleNotFoundError)
@@ -91,6 +92,38 @@ def test_nothing_beyond_the_matrix_is_read() -> None:
 def test_every_size_has_a_tiling(num_rows: int, num_out: int) -> None:
     tiling = skinny.tiling_of(num_rows, num_out, 4096)
     assert tiling.block_out * tiling.block_in <= 1 << 14
+
+
+@pytest.mark.parametrize("shared_bytes", [101_376, 166_912, 232_448], ids=["8.9", "8.0", "9.0"])
+@pytest.mark.parametrize("element_bytes", [2, 4])
+@pytest.mark.parametrize("matrices", [1, 2])
+@pytest.mark.parametrize("num_out", [64, 1 << 13])
+def test_tiles_of_several_rows_fit_a_device(
+    num_out: int, matrices: int, element_bytes: int, shared_bytes: int
+) -> None:
+    """Compute capabilities differ in shared memory."""
+    for num_rows in (2, 16, 17, 32):
+        tiling = skinny.tiling_of(num_rows, num_out, 4096)
+        fit = skinny.fitted(tiling, num_rows, matrices, element_bytes, shared_bytes)
+        assert skinny.tile_bytes(fit, num_rows, matrices, element_bytes) < shared_bytes
+        assert fit.block_in >= 16
+        assert fit.stages >= 2
+    eight = skinny.tiling_of(8, 1 << 14, 4096)
+    assert skinny.fitted(eight, 8, 2, 2, skinny.SHARED_BYTES) == eight  # as measured
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [2, 16, 32])
+@pytest.mark.parametrize("num_out", [512, 1 << 13])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gated_product_as_it_is_tiled(dtype: torch.dtype, num_out: int, num_rows: int) -> None:
+    usable("cuda")
+    rows = some(num_rows, 576, dtype=dtype)
+    weight = some(2 * num_out, 576, dtype=dtype, seed=1) / 24
+    both = linear(rows.float(), weight.float())
+    expected = silu(both[:, :num_out]) * both[:, num_out:]
+    found = skinny.gated_product(rows, skinny.Matrix(weight, None))
+    torch.testing.assert_close(found.float(), expected, atol=3e-2, rtol=3e-2)
 
 
 @pytest.mark.parametrize(
