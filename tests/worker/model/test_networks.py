@@ -62,15 +62,15 @@ def test_the_fastest_way_of_each_family(tiny_model: TinyModel) -> None:
 
 
 def test_a_dense_product_shares_the_modules_weights() -> None:
-    linears = [nn.Linear(8, 4, bias=True, dtype=torch.bfloat16) for _ in range(2)]
-    linears.append(nn.Linear(8, 2, bias=False, dtype=torch.bfloat16))
-    rows = torch.randn(3, 8, dtype=torch.bfloat16)
+    linears = [nn.Linear(8, 4, bias=True, dtype=torch.float16) for _ in range(2)]
+    linears.append(nn.Linear(8, 2, bias=False, dtype=torch.float16))
+    rows = torch.randn(3, 8, dtype=torch.float16)
     expected = torch.cat([module(rows) for module in linears], 1)
     product = fused(linears)
     assert isinstance(product, DenseProduct)
     torch.testing.assert_close(product(rows), expected)
     torch.testing.assert_close(torch.cat([module(rows) for module in linears], 1), expected)
-    residual = torch.randn(3, 10, dtype=torch.bfloat16)
+    residual = torch.randn(3, 10, dtype=torch.float16)
     torch.testing.assert_close(product.added_to(residual.clone(), rows), residual + expected)
 
 

@@ -54,6 +54,25 @@ def test_a_norm_is_part_of_the_matrix(weight: torch.Tensor, rows: int, size: flo
         product.normed(given, RowNorm(norm.weight, 1e-5))
 
 
+@pytest.mark.parametrize("rows", [0, 1, 8, EXACT_ROWS + 1, 33])
+@torch.inference_mode()
+def test_bfloat16_is_packed_with_its_norm_apart(weight: torch.Tensor, rows: int) -> None:
+    brain = weight.bfloat16()
+    if not can_pack(brain):
+        pytest.skip("this CPU has no instructions for bfloat16")
+    random = torch.Generator().manual_seed(rows)
+    given = torch.randn(rows, IN, generator=random).bfloat16()
+    residual = torch.randn(rows, OUT, generator=random).bfloat16()
+    norm = RowNorm((1.0 + 0.3 * torch.randn(IN, generator=random)).bfloat16(), 1e-5)
+    product = PackedProduct(brain, None, norm)
+    plain = given.float() @ brain.float().T
+    torch.testing.assert_close(product(given).float(), plain, atol=0.06, rtol=0.008)
+    normed = norm(given).float() @ brain.float().T
+    torch.testing.assert_close(product.normed(given, norm).float(), normed, atol=0.06, rtol=0.008)
+    added = product.added_to(residual.clone(), given).float()
+    torch.testing.assert_close(added, residual.float() + plain, atol=0.06, rtol=0.008)
+
+
 def test_few_numbers_of_rows_and_few_rows_more() -> None:
     found = [padded_rows(count) for count in range(1, 4097)]
     assert found[:EXACT_ROWS] == list(range(1, EXACT_ROWS + 1))
