@@ -133,7 +133,8 @@ DeviceOption = Annotated[
 DtypeOption = Annotated[
     str | None,
     typer.Option(
-        help="auto, float32, bfloat16 or float16 (default: auto).", rich_help_panel=CAPACITY
+        help="auto, float32, bfloat16 or float16, also fp32, bf16, fp16 (default: auto).",
+        rich_help_panel=CAPACITY,
     ),
 ]
 KVDtypeOption = Annotated[

@@ -11,7 +11,7 @@ import difflib
 import secrets
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import yaml
 from pydantic import (
@@ -52,6 +52,14 @@ def _bytes(value: Any) -> Any:
 
 def _duration_ms(value: Any) -> Any:
     return parse_duration_ms(value) if isinstance(value, str) else value
+
+
+SHORT_TYPES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""What element types are called too."""
+
+
+def _whole_type_name(value: Any) -> Any:
+    return SHORT_TYPES.get(value, value) if isinstance(value, str) else value
 
 
 Bytes = Annotated[int | None, BeforeValidator(_bytes_or_auto)]
@@ -97,8 +105,8 @@ class ServeConfig(BaseModel):
     cluster_name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """Scopes the names of the actors in a shared Ray cluster; None: a random name."""
     device: Device = "auto"
-    dtype: ElementType = "auto"
-    kv_cache_dtype: KVElementType = "auto"
+    dtype: Annotated[ElementType, BeforeValidator(_whole_type_name)] = "auto"
+    kv_cache_dtype: Annotated[KVElementType, BeforeValidator(_whole_type_name)] = "auto"
     """Of keys and values in the cache: the model's own type, or fp8."""
     torch_threads: AutoInt = Field(default=None, ge=1)
     """Threads of each instance; None: the cores divided among the instances of this machine."""

@@ -126,6 +126,14 @@ def test_auto_means_to_be_derived(tmp_path: Path) -> None:
     )
 
 
+def test_types_have_short_names_too(tmp_path: Path) -> None:
+    config = load({"kv_cache_dtype": "fp16"}, write(tmp_path, "dtype: bf16\n"))
+    assert (config.dtype, config.kv_cache_dtype) == ("bfloat16", "float16")
+    assert load({"dtype": "fp32", "kv_cache_dtype": "fp8"}).dtype == "float32"
+    with pytest.raises(ConfigError, match=r"dtype: .*'bfloat16' or 'float16', got 'int8'"):
+        load({"dtype": "int8"})
+
+
 def test_token_of_the_file_wins_over_the_environment_and_is_never_shown(tmp_path: Path) -> None:
     from_environment = load(PAGEFERRY_CLUSTER_TOKEN="of the environment")
     assert from_environment.cluster_token.get_secret_value() == "of the environment"

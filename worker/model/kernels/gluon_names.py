@@ -5,10 +5,16 @@ PyTorch's CUDA builds bring Triton 3.6; a CPU has what is newest.
 
 from __future__ import annotations
 
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+try:
+    from triton.experimental.gluon.language import barrier as wait_for_group
+    from triton.experimental.gluon.language.nvidia.hopper.tma import async_load as load_box
+except ImportError:
+    from triton.experimental.gluon.language import thread_barrier as wait_for_group
+    from triton.experimental.gluon.language.nvidia.hopper.tma import (
+        async_copy_global_to_shared as load_box,
+    )
 
-load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-"""Copy a box of a tensor to shared memory, and tell a barrier."""
-wait_for_group = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-"""Until all warps of the same part of a program are here."""
+__all__ = ["load_box", "wait_for_group"]
+"""Copy a box of a tensor to shared memory and tell a barrier; wait until all warps of the same part
+of a program are here.
+"""
