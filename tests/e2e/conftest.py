@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -16,6 +14,7 @@ from tests.e2e.client import Client
 from tests.support.launched_service import LaunchedService
 from tests.support.models import write_tiny_model
 from tests.support.requirements import without_model
+from worker.model.export_tokenizer import export_tokenizer
 
 SMALL_CACHE = ("--kv-cache-bytes", "1280MiB", "--device", "cpu")
 
@@ -32,8 +31,7 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
     def make(family: str) -> tuple[Path, Path]:
         model = write_tiny_model(family, directory)
         exported = directory / f"{family}-tokenizer"
-        command = [sys.executable, "-m", "worker.model.export_tokenizer", str(model), str(exported)]
-        subprocess.run(command, check=True)
+        export_tokenizer(model, exported)
         return model, exported
 
     return make

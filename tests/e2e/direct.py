@@ -24,6 +24,7 @@ from typing import Any
 from services.membership import LAUNCHER_CODEC, FrontEndSettings, MembershipUpdate
 from tests.e2e.client import Client
 from tests.e2e.slow_link import SlowLink
+from tests.support.forked_workers import AnyWorker, start_forked
 from transfer.identity import Incarnation
 from worker.config import WorkerAddress, WorkerConfig
 from worker.messages import WorkerRole
@@ -32,7 +33,7 @@ START_TIMEOUT_S = 120
 TOKEN = "token of the end-to-end tests"
 
 
-def read_line(process: subprocess.Popen[bytes], timeout_s: float) -> str:
+def read_line(process: AnyWorker, timeout_s: float) -> str:
     """One line of a process's output. Fails with its exit code when it ends first."""
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
@@ -58,7 +59,7 @@ class WorkerStart:
 class Worker:
     """One running worker process."""
 
-    process: subprocess.Popen[bytes]
+    process: AnyWorker
     address: WorkerAddress
 
     def pause(self) -> None:
@@ -104,7 +105,7 @@ class DirectCluster:
             self.workers[start.instance] = Worker(process, address)
             self._routes[start.instance] = address
 
-    def _spawn(self, start: WorkerStart) -> subprocess.Popen[bytes]:
+    def _spawn(self, start: WorkerStart) -> AnyWorker:
         config = WorkerConfig(
             incarnation=Incarnation.mint(start.instance),
             role=start.role,
@@ -113,14 +114,11 @@ class DirectCluster:
             cluster_token=TOKEN,
             **start.settings,
         )
-        command = [sys.executable, "-m", "worker.host", "--config-json", "-"]
         with contextlib.ExitStack() as opened:
             log = None
             if self._logs is not None:
                 log = opened.enter_context(self.log_of(start.instance).open("ab"))
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
-            )
+            process = start_forked(stderr=log)
         self._stack.callback(end, process)
         assert process.stdin is not None
         process.stdin.write(config.model_dump_json().encode() + b"\n")
@@ -200,7 +198,7 @@ class DirectCluster:
         self._stack.close()
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: AnyWorker) -> None:
     """Kill a process that may be paused, and reap it."""
     if process.poll() is None:
         process.kill()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.support.forked_workers import HOST, AnyWorker, start_afresh, start_forked
 from transfer.auth import check_proof, mint_nonce, proof
 from transfer.identity import Incarnation
 from transfer.wire import unpack_ints
@@ -179,7 +177,7 @@ class RawFrontEnd:
 class WorkerRun:
     """A ``worker.host`` process."""
 
-    process: subprocess.Popen[bytes]
+    process: AnyWorker
     address: WorkerAddress
 
     def hear_of_death(self, incarnation: Incarnation) -> None:
@@ -196,29 +194,29 @@ class WorkerRun:
 
 
 def start_workers(
-    configs: Sequence[WorkerConfig], logs: Path, module: str = "worker.host"
+    configs: Sequence[WorkerConfig],
+    logs: Path,
+    module: str = "worker.host",
+    *,
+    afresh: bool = False,
 ) -> list[WorkerRun]:
-    """Start ``python -m module`` once for each configuration and wait for the addresses."""
-    started = [_start(one, logs / f"{one.incarnation}-{one.rank}.log", module) for one in configs]
+    """Start ``module`` once for each configuration, forked or in new interpreters, and wait for the
+    addresses.
+    """
+    start = start_afresh if afresh else start_forked
+    started = []
+    for one in configs:
+        log = logs / f"{one.incarnation}-{one.rank}.log"
+        with log.open("wb") as file:
+            process = start(module, *HOST[1:], stderr=file)
+        assert process.stdin is not None
+        process.stdin.write(one.model_dump_json().encode() + b"\n")
+        process.stdin.flush()
+        started.append((process, log))
     return [_address_of(process, log) for process, log in started]
 
 
-def _start(config: WorkerConfig, log: Path, module: str) -> tuple[subprocess.Popen[bytes], Path]:
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, "--config-json", "-"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=file,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-    assert process.stdin is not None
-    process.stdin.write(config.model_dump_json().encode() + b"\n")
-    process.stdin.flush()
-    return process, log
-
-
-def _address_of(process: subprocess.Popen[bytes], log: Path) -> WorkerRun:
+def _address_of(process: AnyWorker, log: Path) -> WorkerRun:
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line, f"the worker did not start: {log.read_text()}"

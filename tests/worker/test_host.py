@@ -140,7 +140,8 @@ def single(
 ) -> Iterator[Single]:
     path = tiny_model("llama")
     logs = tmp_path_factory.mktemp("single")
-    (run,) = start_workers([config("aggregated", path)], logs)
+    # The one that is started as an operator starts it.
+    (run,) = start_workers([config("aggregated", path)], logs, afresh=True)
     yield Single(run, ReferenceModel(path))
     assert run.stop() == 0, [log.read_text() for log in logs.iterdir()]
 

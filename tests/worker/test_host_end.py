@@ -5,36 +5,17 @@ libraries do.
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.support.forked_workers import start_forked
 from transfer.identity import Incarnation
 from worker.config import WorkerConfig
 from worker.host import hear_of_deaths
 
-STUB = """
-import signal, sys, threading
-from worker import host
-from worker.config import WorkerAddress
-
-class Stub(host.WorkerProcess):
-    def start(self):
-        {start}
-        return WorkerAddress(
-            incarnation=self._config.incarnation, role="context", host="h", port=1, pid=1
-        )
-
-    def stop(self):
-        {stop}
-
-host.WorkerProcess = Stub
-host.END_TIMEOUT_S = 0.5
-host.leave(host.main(["--config-json", "-"]))
-"""
 HANGS = "threading.Event().wait()"
 ENDS_BUT_LEAVES_A_THREAD = (
     "self._ended.set(); threading.Thread(target=threading.Event().wait).start()"
@@ -65,24 +46,22 @@ def ended(*, start: str = "pass", stop: str = "self._ended.set()") -> tuple[int,
         model_name="none",
         cluster_token="token",
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", STUB.format(start=start, stop=stop)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(config.model_dump_json().encode() + b"\n")
-        process.stdin.flush()
-        assert process.stdout.readline()
-        wait_until_asleep(process.pid)
-        process.send_signal(signal.SIGTERM)
+    with tempfile.TemporaryFile() as log:
+        process = start_forked("tests.worker.stub_host", start, stop, stderr=log)
         try:
-            _, errors = process.communicate(timeout=30)
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(config.model_dump_json().encode() + b"\n")
+            process.stdin.flush()
+            assert process.stdout.readline()
+            wait_until_asleep(process.pid)
+            process.send_signal(signal.SIGTERM)
+            code = process.wait(30)
         finally:
             process.kill()
-        return process.returncode, errors.decode()
+            process.wait()
+        log.seek(0)
+        return code, log.read().decode()
 
 
 def test_a_process_that_does_not_end_is_ended_and_says_where_its_threads_are() -> None:
