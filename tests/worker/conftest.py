@@ -12,6 +12,9 @@ import pytest
 from tests.support.models import real_model_path, write_tiny_model
 from tests.support.oracle import load_reference
 from tests.support.requirements import without_model
+from tests.support.triton_interpreter import speed_up
+
+speed_up()
 
 
 @pytest.fixture(scope="session")
