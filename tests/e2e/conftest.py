@@ -5,21 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from services.default_model import resolve
 from services.errors import ModelError
 from tests.e2e.client import Client
 from tests.support.launched_service import LaunchedService
 from tests.support.models import write_tiny_model
+from tests.support.oracle import OracleReport, ReferenceModel, check_equal
 from tests.support.requirements import without_model
+from worker.messages import SamplingParams
 from worker.model.export_tokenizer import export_tokenizer
+from worker.model.source import locate
 
 SMALL_CACHE = ("--kv-cache-bytes", "1280MiB", "--device", "cpu")
 
 
 TinyModels = Callable[[str], tuple[Path, Path]]
+Judge = Callable[[str, list[int], SamplingParams], OracleReport]
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +52,28 @@ def smollm2(pytestconfig: pytest.Config) -> Path:
         return resolve()
     except ModelError as error:
         without_model(pytestconfig, str(error))
+
+
+@pytest.fixture(scope="session")
+def smollm2_reference(smollm2: Path) -> ReferenceModel:
+    return ReferenceModel(smollm2)
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(smollm2: Path) -> Any:
+    """transformers' own."""
+    return AutoTokenizer.from_pretrained(**locate(smollm2).arguments())
+
+
+@pytest.fixture(scope="session")
+def smollm2_judge(smollm2_reference: ReferenceModel, smollm2_tokenizer: Any) -> Judge:
+    """The oracle's report on an answer to a text."""
+
+    def judge(prompt: str, output: list[int], params: SamplingParams) -> OracleReport:
+        ids = smollm2_tokenizer(prompt)["input_ids"]
+        return check_equal(smollm2_reference, ids, output, params)
+
+    return judge
 
 
 @pytest.fixture(scope="session")

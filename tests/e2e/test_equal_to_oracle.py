@@ -10,17 +10,14 @@ import itertools
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from tests.e2e.cases import LENGTHS, Case, cases, prose
 from tests.e2e.client import Client
 from tests.support.oracle import OracleReport, ReferenceModel, check_equal
 from worker.messages import SamplingParams
-from worker.model.source import locate
 
 pytestmark = [pytest.mark.ray, pytest.mark.ucx, pytest.mark.timeout(600)]
 
@@ -100,24 +97,19 @@ def judged(model: ReferenceModel, answers: Iterable[Answer], reports: Reports) -
         yield answer
 
 
-@pytest.fixture(scope="module")
-def reference(smollm2: Path) -> ReferenceModel:
-    return ReferenceModel(smollm2)
-
-
 def test_fifty_prompts_cold_and_warm(
-    client: Client, smollm2: Path, reference: ReferenceModel
+    client: Client, smollm2_tokenizer: Any, smollm2_reference: ReferenceModel
 ) -> None:
-    ids = AutoTokenizer.from_pretrained(**locate(smollm2).arguments()).encode(prose(4300))
+    ids = smollm2_tokenizer.encode(prose(4300))
     assert len(ids) >= 2 * max(LENGTHS)
     wanted = list(itertools.product(cases(ids), TEMPERATURES))
     assert len(wanted) == 100
     found: Reports = {}
     with ThreadPoolExecutor(AT_ONCE) as pool:
         asked = pool.map(lambda pair: ask(client, *pair), wanted)
-        cold = list(judged(reference, asked, found))
+        cold = list(judged(smollm2_reference, asked, found))
         asked = pool.map(lambda pair: ask(client, *pair), wanted)
-        warm = list(judged(reference, asked, found))
+        warm = list(judged(smollm2_reference, asked, found))
     reports = list(found.values())
     assert [a.cached_tokens for a in cold] == [0] * len(cold)
     for answer in warm:

@@ -88,7 +88,7 @@ ROWS = {
                 "test_a_listener_that_dies_between_connecting_and_the_first_bytes_fails_the_dial",
             ),
             (STAGING, "test_the_sender_is_killed_with_staged_receives_under_way"),
-            ("e2e/test_dead_workers.py", "test_a_worker_dies_under_twenty_requests"),
+            ("e2e/test_lost_workers.py", "test_a_worker_dies_under_twenty_requests"),
         ),
         "containers of one host with networks of their own but shared memory: a receiver that dies "
         "half a second after it was first reached can take the sender along, within UCX",
@@ -232,7 +232,7 @@ ROWS = {
     "A31": Row(
         "a fall-back hides faults",
         (
-            ("e2e/test_dead_workers.py", "test_a_lost_transfer_is_repaired_and_counted"),
+            ("e2e/test_lost_workers.py", "test_a_lost_transfer_is_repaired_and_counted"),
             (SERVICE, "test_repairs_are_budgeted"),
         ),
     ),
@@ -242,7 +242,7 @@ ROWS = {
             (DEATHS, "test_a_killed_context_rank_is_back_at_its_port"),
             (DEATHS, "test_a_killed_generation_rank_is_back_at_its_port"),
             (PEERS, "test_a_restarted_worker_at_the_same_address_is_not_its_predecessor"),
-            ("e2e/test_dead_workers.py", "test_a_worker_dies_under_twenty_requests"),
+            ("e2e/test_lost_workers.py", "test_a_worker_dies_under_twenty_requests"),
         ),
     ),
     "B34": Row(
