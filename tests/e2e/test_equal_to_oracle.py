@@ -22,7 +22,7 @@ from worker.messages import SamplingParams
 pytestmark = [pytest.mark.ray, pytest.mark.ucx, pytest.mark.timeout(600)]
 
 OUTPUT_TOKENS = 10
-AT_ONCE = 4
+AT_ONCE = 12
 TEMPERATURES = (0.0, 1.0)
 
 
