@@ -5,10 +5,12 @@ Suite budget: 150 s beside the session's cluster.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
@@ -85,15 +87,31 @@ def test_a_killed_front_end_is_back_on_the_same_port(
     assert service.pids == workers
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left_when_the_launcher_ends(smollm2: Path, how: signal.Signals) -> None:
-    """Even when the kernel kills it, and with a worker that is stopped and hears nothing."""
+ENDS = (signal.SIGTERM, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def to_be_ended(smollm2: Path) -> Iterator[dict[signal.Signals, LaunchedService]]:
+    """A service for each way to end. They start at once, as one start leaves a core idle."""
     arguments = ("--aggregated", "--kv-cache-bytes", "64MiB", "--device", "cpu")
-    with LaunchedService(smollm2, *arguments) as launched:
-        below = launched.descendants()
-        assert len(below) > 3
-        os.kill(launched.pid("aggregated-0"), signal.SIGSTOP)
-        launched.process.send_signal(how)
-        code = launched.process.wait(30)
-        assert wait_gone(below, 5.0) == []
-        assert code == (0 if how is signal.SIGTERM else -9)
+    services = {how: LaunchedService(smollm2, *arguments) for how in ENDS}
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
+        for service in services.values():
+            stack.push(service)  # closed whichever starts
+        list(pool.map(LaunchedService.__enter__, services.values()))
+        yield services
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_nothing_is_left_when_the_launcher_ends(
+    to_be_ended: dict[signal.Signals, LaunchedService], how: signal.Signals
+) -> None:
+    """Even when the kernel kills it, and with a worker that is stopped and hears nothing."""
+    launched = to_be_ended[how]
+    below = launched.descendants()
+    assert len(below) > 3
+    os.kill(launched.pid("aggregated-0"), signal.SIGSTOP)
+    launched.process.send_signal(how)
+    code = launched.process.wait(30)
+    assert wait_gone(below, 5.0) == []
+    assert code == (0 if how is signal.SIGTERM else -9)
