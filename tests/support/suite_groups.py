@@ -13,13 +13,17 @@ from xdist.scheduler import LoadScopeScheduling
 
 FIRST: Final = ("tests/contracts/test_transport.py", "tests/transfer/test_ucx_")
 LAST: Final = ("tests/e2e/",)
+NOT_LAST: Final = ("tests/e2e/test_host_tier.py", "tests/e2e/test_prefix_pull.py")
+"""Worker processes of tiny models like those of ``tests/worker/test_host.py``; no launched service,
+nothing that is timed.
+"""
 
 
 def turn(node_id: str) -> int:
     """When the group of this test begins."""
     if node_id.startswith(FIRST):
         return 0
-    return 2 if node_id.startswith(LAST) else 1
+    return 2 if node_id.startswith(LAST) and not node_id.startswith(NOT_LAST) else 1
 
 
 def group(node_id: str) -> str:
