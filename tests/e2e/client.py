@@ -158,6 +158,13 @@ class Client:
             time.sleep(0.1)
         self.wait_ready(timeout_s - (time.monotonic() - started))
 
+    def wait_gone(self, instance: str, old: str, timeout_s: float) -> None:
+        """Wait until the front end knows that this incarnation takes no requests any more."""
+        started = time.monotonic()
+        while self.incarnation(instance) == old:
+            assert time.monotonic() - started < timeout_s, f"{instance} is still there"
+            time.sleep(0.01)
+
     def wait_ready(self, timeout_s: float) -> float:
         """Seconds until ``/ready`` says yes and no worker is away."""
         started = time.monotonic()

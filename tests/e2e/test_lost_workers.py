@@ -24,6 +24,7 @@ from tests.support.launched_service import LaunchedService
 pytestmark = [pytest.mark.ray, pytest.mark.ucx]
 
 CHUNK_TOKENS = 512
+KNOWN_S = 2.0
 KILL_AFTER_S = 2.5
 """By then some of twenty requests decode, some are prefilled and some wait."""
 
@@ -57,6 +58,9 @@ def test_a_lost_transfer_is_repaired_and_counted(
         if delta == 1:
             assert paused.is_set(), "token 1 came before the generation worker was paused"
             os.kill(context, signal.SIGKILL)
+            # A generation worker that tells of the loss first has the request placed on the dead
+            # worker once more, which is a second repair.
+            Client(client.url).wait_gone("context-0", incarnation, KNOWN_S)
             os.kill(generation, signal.SIGCONT)
 
     threading.Thread(target=pause, daemon=True).start()
