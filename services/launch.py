@@ -157,28 +157,28 @@ class RayHost(InstanceHost):
         self, actors: Sequence[Any], plan: InstancePlan, report: Report
     ) -> tuple[WorkerAddress, ...]:
         """Start all ranks at once, as they wait for each other. In order of ranks."""
-        deadline = time.monotonic() + self._settings.startup_timeout_s
+        limit_s = self._settings.startup_timeout_s
         report(plan.name, "starting the process")
-        leader = actors[0]
+        # A task of its own: a process that is stopped, or for which Ray has no room, never answers.
+        telling = asyncio.ensure_future(
+            _tell_progress(actors[0], lambda line: report(plan.name, line))
+        )
         starts = [asyncio.ensure_future(_result(actor.start.remote())) for actor in actors]
-        started = asyncio.gather(*starts)
         try:
-            while not started.done():
-                if time.monotonic() > deadline:
-                    raise StartError(
-                        f"{plan.name} was not up after {self._settings.startup_timeout_s:.0f} s; "
-                        "raise startup_timeout_ms, or look for what it waits for in its last line"
-                    )
-                with contextlib.suppress(RayError):  # the start itself will say what is wrong
-                    for line in await _result(leader.progress.remote()):
-                        report(plan.name, line)
-                await asyncio.wait({started}, timeout=PROGRESS_POLL_S)
-            return tuple(WorkerAddress.model_validate_json(one) for one in started.result())
+            async with asyncio.timeout(limit_s):
+                started = await asyncio.gather(*starts)
+            return tuple(WorkerAddress.model_validate_json(one) for one in started)
         except RayError as error:
             raise StartError(f"{plan.name} cannot start: {_reason(error)}") from error
+        except TimeoutError as error:
+            raise StartError(
+                f"{plan.name} was not up after {limit_s:.0f} s; "
+                "raise startup_timeout_ms, or look for what it waits for in its last line"
+            ) from error
         finally:
-            for one in starts:
+            for one in (telling, *starts):
                 one.cancel()
+            await asyncio.wait({telling, *starts})
 
     def _node_for(self, plan: InstancePlan) -> tuple[str | None, str]:
         """Node and address for an instance: on a cluster, the nodes in turn."""
@@ -266,6 +266,15 @@ class RayInstance(RunningInstance):
                 ray.kill(actor, no_restart=True)
             if self._is_local:
                 await asyncio.gather(*(_make_sure(one.pid) for one in self._addresses))
+
+
+async def _tell_progress(leader: Any, report: Callable[[str], None]) -> None:
+    """Pass on what a rank says about its start, until cancelled."""
+    while True:
+        with contextlib.suppress(RayError):  # the start itself will say what is wrong
+            for line in await _result(leader.progress.remote()):
+                report(line)
+        await asyncio.sleep(PROGRESS_POLL_S)
 
 
 async def _end_of(actor: Any) -> str:
