@@ -20,11 +20,13 @@ def health_router(service: GenerationService) -> APIRouter:
     """``GET`` and ``HEAD`` of ``/health`` and ``/ready``."""
     router = APIRouter()
 
-    @router.api_route("/health", methods=["GET", "HEAD"])
+    @router.head("/health", include_in_schema=False)
+    @router.get("/health")
     async def health() -> Response:
         return json_response({"status": "ok"})
 
-    @router.api_route("/ready", methods=["GET", "HEAD"])
+    @router.head("/ready", include_in_schema=False)
+    @router.get("/ready")
     async def ready() -> Response:
         readiness = service.readiness()
         content = {

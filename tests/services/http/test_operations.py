@@ -45,6 +45,16 @@ async def test_an_unusable_request_id_is_replaced(greeter: FrontEnd, given: str)
     assert re.fullmatch(r"req-[0-9a-f]{32}", response.headers["x-request-id"])
 
 
+@pytest.mark.filterwarnings("error")
+async def test_the_description_of_the_api_names_each_path(greeter: FrontEnd) -> None:
+    response = await greeter.client.get("/openapi.json")
+    assert {CHAT, "/v1/completions", "/v1/models", "/health", "/ready", "/metrics"} <= set(
+        response.json()["paths"]
+    )
+    for path in ("/health", "/ready"):
+        assert (await greeter.client.head(path)).status_code == 200
+
+
 async def test_the_same_request_id_many_times(start: StartFrontEnd) -> None:
     def echo(request: GenerationRequest) -> list[Step]:
         return answer(request, [request.tokens.tolist()], "length")
