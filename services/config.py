@@ -118,7 +118,8 @@ class ServeConfig(BaseModel):
     host_cache_bytes: HostBytes = Field(default=0, ge=0)
     """Host memory of each instance for KV pages that its cache has no room for; 0: none."""
     tokens_per_block: int = Field(default=64, ge=1)
-    max_sequence_tokens: AutoInt = Field(default=None, ge=1)
+    max_sequence_tokens: AutoInt = Field(default=None, ge=2)
+    """Of a prompt and its output, a token each at least; None: what the model was made for."""
     max_batch_tokens: AutoInt = Field(default=None, ge=1)
     """Tokens of one step; None: 2,048 on a GPU, 512 on a CPU."""
     max_running: AutoInt = Field(default=None, ge=1)
@@ -151,7 +152,7 @@ class ServeConfig(BaseModel):
     lines."""
     log_level: LogLevel = "info"
 
-    @field_validator("model", "ray_address", "require_transport")
+    @field_validator("model", "host", "ray_address", "require_transport")
     @classmethod
     def _not_empty(cls, value: str | None) -> str | None:
         if value is not None and not value.strip():

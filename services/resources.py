@@ -110,10 +110,12 @@ def plan_instances(
     else:
         share = int(machine.available_bytes * CPU_MEMORY_SHARE) // count - config.host_cache_bytes
     if config.kv_cache_bytes is None and share < MIN_KV_CACHE_BYTES:
+        # On a GPU it takes nothing from the cache.
+        lower = "lower host_cache_bytes, " if config.host_cache_bytes and device == "cpu" else ""
         raise ConfigError(
             f"kv_cache_bytes: expected at least {format_bytes(MIN_KV_CACHE_BYTES)} an instance, "
             f"got {format_bytes(max(0, share))} for {count} instances on {device}; "
-            "free some memory, start fewer instances or set kv_cache_bytes"
+            f"free some memory, start fewer instances, {lower}or set kv_cache_bytes"
         )
     kv_cache_bytes = config.kv_cache_bytes or share
     _check_fit(config, machine, device, kv_cache_bytes)

@@ -90,6 +90,8 @@ def test_an_unknown_key_like_no_other_lists_all(tmp_path: Path) -> None:
         ("device: tpu\n", "device: "),
         ("load_rule: fastest\n", "load_rule: .*'round_robin', 'least_backlog' or 'estimated'"),
         ("model: ''\n", "model: expected a non-empty text"),
+        ("host: ''\n", "host: expected a non-empty text"),
+        ("max_sequence_tokens: 1\n", "max_sequence_tokens: .*greater than or equal to 2, got 1"),
         ("port: 1\nport: 2\n", "repeated key port"),
         ("- port\n", "expected a mapping of keys to values, got a list"),
         ("port: [\n", "not valid YAML"),

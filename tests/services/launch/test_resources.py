@@ -165,6 +165,8 @@ def test_host_memory_for_pages_comes_out_of_what_is_free() -> None:
     without = plan_instances(config(), machine, weights_bytes=0)
     beside = plan_instances(config(host_cache_bytes="1GiB"), machine, weights_bytes=0)
     assert without[0].kv_cache_bytes == (beside[0].kv_cache_bytes or 0) + GIB
+    with pytest.raises(ConfigError, match=r"got 0 B .* lower host_cache_bytes"):
+        plan_instances(config(host_cache_bytes="9GiB"), machine, 0)
     with pytest.raises(ConfigError, match="host_cache_bytes: expected what fits"):
         plan_instances(config(host_cache_bytes="9GiB", kv_cache_bytes="1GiB"), machine, 0)
 
