@@ -65,7 +65,10 @@ def _whole_type_name(value: Any) -> Any:
 Bytes = Annotated[int | None, BeforeValidator(_bytes_or_auto)]
 HostBytes = Annotated[int, BeforeValidator(_bytes)]
 AutoInt = Annotated[int | None, BeforeValidator(_auto_as_none)]
-DurationMs = Annotated[int, BeforeValidator(_duration_ms), Field(gt=0)]
+MAX_DURATION_MS: Final = 100 * 365 * 24 * 3_600_000
+"""A century. Longer ones are beyond what threads can wait for and messages can say."""
+MAX_COUNT: Final = (1 << 31) - 1
+DurationMs = Annotated[int, BeforeValidator(_duration_ms), Field(gt=0, le=MAX_DURATION_MS)]
 
 
 class ServeConfig(BaseModel):
@@ -138,7 +141,7 @@ class ServeConfig(BaseModel):
     require_transport: str | None = None
     load_rule: LoadRule = LoadRule.ESTIMATED
     new_conversation_follow: NewConversationFollow = NewConversationFollow.SPECIFIC
-    max_in_flight: int = Field(default=512, ge=1)
+    max_in_flight: int = Field(default=512, ge=1, le=MAX_COUNT)
     """Requests beyond these are refused with 429."""
     request_timeout_ms: DurationMs = 600_000
     """Deadline of a request, queueing included."""

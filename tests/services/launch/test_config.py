@@ -93,6 +93,15 @@ def test_an_unknown_key_like_no_other_lists_all(tmp_path: Path) -> None:
         ("host: ''\n", "host: expected a non-empty text"),
         ("max_sequence_tokens: 1\n", "max_sequence_tokens: .*greater than or equal to 2, got 1"),
         ("port: 1\nport: 2\n", "repeated key port"),
+        (
+            "request_timeout_ms: 9999999h\n",
+            "request_timeout_ms: .*less than or equal to 3153600000000",
+        ),
+        ("drain_timeout_ms: 99999999999999999999\n", "drain_timeout_ms: .*less than or equal"),
+        (
+            "max_in_flight: 99999999999999999999\n",
+            "max_in_flight: .*less than or equal to 2147483647",
+        ),
         ("- port\n", "expected a mapping of keys to values, got a list"),
         ("port: [\n", "not valid YAML"),
     ],
