@@ -92,7 +92,14 @@ async def _serve(settings: FrontEndSettings, text: Tokenizer, reader: asyncio.St
         HttpSettings(request_timeout_s=settings.request_timeout_ms / 1_000),
         registry=registry,
     )
-    listener = _listener(settings)
+    try:
+        listener = _listener(settings)
+    except OSError as error:
+        # The launcher's socket is bound, but another one that is too may have listened first.
+        logger.error(  # noqa: TRY400  a port that is taken, not a bug
+            "cannot listen on %s:%d: %s; choose another --port", settings.host, settings.port, error
+        )
+        return EXIT_FAILURE
     server = AnnouncingServer(
         uvicorn.Config(
             app,
@@ -162,7 +169,9 @@ class AnnouncingServer(uvicorn.Server):
 
 def _listener(settings: FrontEndSettings) -> socket.socket:
     if settings.listen_fd is not None:
-        return socket.socket(fileno=settings.listen_fd)
+        listener = socket.socket(fileno=settings.listen_fd)
+        listener.listen(BACKLOG)
+        return listener
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     return socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
 

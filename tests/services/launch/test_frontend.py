@@ -280,6 +280,23 @@ def test_a_port_that_is_taken_is_an_error() -> None:
     taken.close()
 
 
+async def test_a_port_that_another_service_listens_on_first_is_a_clear_error(
+    tokenizer_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # Two sockets may be bound to one port as long as neither listens.
+    kept = Kept(tokenizer_folder)
+    with (
+        contextlib.closing(bind("127.0.0.1", kept.port)) as first,
+        contextlib.closing(kept.listener),
+    ):
+        first.listen()
+        with pytest.raises(StartError, match="ended with exit code 1 before it listened"):
+            await kept.process.run(kept.settings)
+    errors = capfd.readouterr().err
+    assert f"cannot listen on 127.0.0.1:{kept.port}: " in errors
+    assert "Traceback" not in errors
+
+
 async def test_what_is_not_done_when_draining_ends_gets_an_error_in_the_usual_shape(
     tokenizer_folder: Path,
 ) -> None:
