@@ -36,3 +36,7 @@ class ModelError(CommandError):
 
 class StartError(CommandError):
     """A part of the service did not come up."""
+
+
+class HostLostError(StartError):
+    """What starts processes is gone itself: no start can succeed any more."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from services.errors import StartError
+from services.errors import HostLostError, StartError
 from services.resources import InstancePlan
 from services.supervisor import Phase, Supervision
 from transfer.identity import Incarnation
@@ -61,8 +61,8 @@ class InstanceHost(Protocol):
     async def start(
         self, plan: InstancePlan, incarnation: Incarnation, report: Report
     ) -> RunningInstance:
-        """Start an incarnation and wait until it listens. Raises StartError; nothing is left
-        running then."""
+        """Start an incarnation and wait until it listens. Raises StartError, and
+        HostLostError where none will ever start again; nothing is left running then."""
 
 
 class InstanceKeeper:
@@ -100,7 +100,8 @@ class InstanceKeeper:
     async def run(self) -> None:
         """Keep all instances until cancelled; on the way out every one of them is stopped.
 
-        Raises StartError when an instance that has never been up cannot start.
+        Raises StartError when an instance that has never been up cannot start, or none can any
+        more.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -122,6 +123,8 @@ class InstanceKeeper:
                 running = await self._host.start(
                     plan, Incarnation.mint(plan.name), self._watcher.update
                 )
+            except HostLostError:
+                raise
             except StartError as error:
                 state = state.died(self._clock_ms())
                 if state.phase is Phase.GIVEN_UP:

@@ -26,7 +26,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from typing_extensions import override
 
-from services.errors import StartError
+from services.errors import HostLostError, StartError
 from services.instances import InstanceHost, Report, RunningInstance
 from services.resources import InstancePlan
 from services.worker_environment import worker_variables
@@ -121,6 +121,12 @@ class RayHost(InstanceHost):
     async def start(
         self, plan: InstancePlan, incarnation: Incarnation, report: Report
     ) -> RunningInstance:
+        if self._settings.address is None and not any(node["Alive"] for node in ray.nodes()):
+            # Nobody starts it again, and without it an actor is waited for without end.
+            raise HostLostError(
+                "the private Ray of this service has died (its raylet was killed or ended); its "
+                "last lines above may say why; start the service again"
+            )
         node_id, host = self._node_for(plan)
         leader = self._make_config(plan, incarnation, host)
         actors = [

@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 import services.launch
-from services.errors import StartError
+from services.errors import HostLostError, StartError
 from services.launch import RayHost, RaySettings
 from services.resources import InstancePlan
 from transfer.identity import Incarnation
@@ -96,6 +96,8 @@ class Starts:
         self.lines: list[str] = []
         self._actors = actors
         monkeypatch.setattr(services.launch, "RankActor", FakeActorClass(*actors))
+        self.alive = True
+        monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": self.alive}])
         monkeypatch.setattr(ray, "kill", lambda actor, **_: self.killed.append(actor))
 
     async def start(self, startup_timeout_s: float) -> None:
@@ -178,3 +180,10 @@ async def test_a_rank_that_fails_is_heard_while_the_leader_says_nothing(
     assert await refusal(starts, 60.0) == "context-0 cannot start: RayError: no such model"
     gc.collect()
     assert (found, starts.nothing_runs()) == ([], True)
+
+
+async def test_nothing_is_started_where_ray_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = Starts(monkeypatch)
+    starts.alive = False
+    with pytest.raises(HostLostError, match="the private Ray of this service has died"):
+        await asyncio.wait_for(starts.start(60.0), 5.0)

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 from typing_extensions import override
 
-from services.errors import StartError
+from services.errors import HostLostError, StartError
 from services.instances import InstanceHost, InstanceKeeper, Report, RunningInstance
 from services.resources import InstancePlan
 from transfer.identity import Incarnation
@@ -64,12 +64,15 @@ class FakeHost(InstanceHost):
         self.errors: dict[str, list[str]] = {}
         self.running: dict[str, list[FakeInstance]] = {}
         self.blocked: set[str] = set()
+        self.is_lost = False
 
     @override
     async def start(
         self, plan: InstancePlan, incarnation: Incarnation, report: Report
     ) -> RunningInstance:
         report(plan.name, "loading")
+        if self.is_lost:
+            raise HostLostError("Ray has died")
         if self.errors.get(plan.name):
             raise StartError(self.errors[plan.name].pop(0))
         if plan.name in self.blocked:
@@ -208,6 +211,17 @@ async def test_a_first_start_that_fails_ends_everything_with_its_reason() -> Non
     with pytest.raises(StartError, match="wrong model"):
         await rig.keeper.run()
     assert [instance.stops for instance in rig.host.running.get("context-0", [])] in ([1], [])
+
+
+async def test_a_host_that_is_lost_ends_everything() -> None:
+    rig = Rig()
+    task = asyncio.ensure_future(rig.keeper.run())
+    await rig.keeper.all_up()
+    rig.host.is_lost = True
+    rig.host.running["context-0"][0].end.set_result("the process died")
+    with pytest.raises(StartError, match="Ray has died"):
+        await asyncio.wait_for(task, 5.0)
+    assert rig.host.running["generation-0"][0].stops == 1
 
 
 async def test_stopping_while_an_instance_starts_leaves_nothing() -> None:
