@@ -43,19 +43,21 @@ def _direct(local: RankInfo, remote: RankInfo) -> bool:
 
 
 def _layout_rows(local: RankInfo, remote: RankInfo) -> Iterator[Incompatibility]:
-    """Where the pages of buffers that both hold differ, a row an owner and field."""
+    """Where the pages of buffers that both hold differ, a row an owner and field. Values come in
+    the order of the buffers, so the first of one side differs from the first of the other.
+    """
     ours, theirs = held_buffers(local), held_buffers(remote)
-    found: dict[str, set[tuple[str, str]]] = {}
-    for key in ours.keys() & theirs.keys():
+    found: dict[str, list[tuple[str, str]]] = {}
+    for key in sorted(ours.keys() & theirs.keys()):
         facts: Iterator[tuple[RankFacts, RankFacts]] = zip(ours[key], theirs[key], strict=True)
         for own, their in facts:
             for field, pair in _differing(own, their):
-                found.setdefault(f"{key[0]} {field}", set()).add(pair)
+                found.setdefault(f"{key[0]} {field}", []).append(pair)
     for field, pairs in sorted(found.items()):
         yield Incompatibility(
             field,
-            " / ".join(sorted({pair[0] for pair in pairs})),
-            " / ".join(sorted({pair[1] for pair in pairs})),
+            " / ".join(dict.fromkeys(pair[0] for pair in pairs)),
+            " / ".join(dict.fromkeys(pair[1] for pair in pairs)),
             LAYOUT,
         )
 

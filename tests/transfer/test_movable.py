@@ -145,6 +145,21 @@ def test_layouts_that_differ_take_two_memories_that_can_stage(
     assert "gathered and scattered" in advice
 
 
+def test_values_of_several_buffers_are_in_one_order_on_both_sides() -> None:
+    """Two layer groups that differ crosswise do not look equal."""
+
+    def smaller_pages(number: int) -> RankInfo:
+        views = list(BASE.page_table.views)
+        half = {"tokens_per_page": 4, "pages_per_block": 2}
+        half |= {"page_bytes": 256, "page_stride_bytes": 256}
+        views[number] = views[number].model_copy(update=half)
+        table = BASE.page_table.model_copy(update={"views": tuple(views)})
+        return BASE.model_copy(update={"page_table": table})
+
+    fields = by_field(smaller_pages(0), smaller_pages(2))
+    assert fields["target tokens_per_page"] == ("4 / 8", "8 / 4")
+
+
 @pytest.mark.parametrize(
     ("sender", "receiver"),
     [
