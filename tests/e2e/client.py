@@ -193,6 +193,13 @@ class Client:
         """A worker metric by instance."""
         return {sample.labels["instance"]: sample.value for sample in self.families()[name].samples}
 
+    def wait_above(self, name: str, instance: str, before: float, timeout_s: float = 10.0) -> None:
+        """Wait until a worker metric is above ``before``: a worker's reports come now and then."""
+        started = time.monotonic()
+        while (now := self.by_instance(name)[instance]) <= before:
+            assert time.monotonic() - started < timeout_s, f"{name} of {instance} stays at {now}"
+            time.sleep(0.1)
+
     def free_blocks(self) -> dict[str, float]:
         """Blocks that nothing holds, by instance."""
         return self.by_instance("pageferry_worker_free_blocks")
